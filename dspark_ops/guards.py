@@ -1,0 +1,358 @@
+"""Which calls are valid, and which the fused kernels serve: predicates on metadata alone, shared by the functions and the ops.
+
+Everything here runs in three places: in eager calls, while Dynamo traces the public functions (so that shapes, dtypes and flags become guards
+of the graph), and in the bodies of the ops. Hence the style: plain comparisons, and reasons without numbers, since a symbolic size has none
+to print. `R`, `K`, `V` and `S` are the requests, draft steps, draft vocabulary and request slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+logger = logging.getLogger("dspark_ops")
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INTS = (torch.int32, torch.int64)
+PLANS = ("auto", "step", "reference")
+MAX_FUSED_RANK = 512
+
+
+class Call(NamedTuple):
+    """The arguments of `markov_sample_sequential` but for the plan, in the order of the op's schema; see there for shapes and meaning."""
+
+    base_logits: Tensor
+    anchor_ids: Tensor
+    markov_w1: Tensor
+    markov_w2: Tensor
+    temperature: Tensor | None = None
+    seeds: Tensor | None = None
+    sample_pos: Tensor | None = None
+    idx_mapping: Tensor | None = None
+    draft_logits: Tensor | None = None
+    cache_rows: Tensor | None = None
+    noise: Tensor | None = None
+    use_fp64: bool = False
+    vocab_size: int | None = None
+    draft_to_target: Tensor | None = None
+    bias_scale: float = 1.0
+    bias_soft_cap: float | None = None
+    output_scale: float = 1.0
+    output_soft_cap: float | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """The columns that can win: the draft vocabulary without its padding."""
+        return self.base_logits.shape[2] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def transforms_bias(self) -> bool:
+        return self.bias_scale != 1.0 or self.bias_soft_cap is not None
+
+    @property
+    def transforms_output(self) -> bool:
+        """Whether the logits become FP32 after the bias is added."""
+        return self.output_scale != 1.0 or self.output_soft_cap is not None
+
+
+def _differs(a: int, b: int) -> bool:
+    """Whether two sizes differ; a size that is known at run time only is taken to fit."""
+    return guard_or_false(a != b)
+
+
+def _below(a: int, b: int) -> bool:
+    return guard_or_false(a < b)
+
+
+def _tensor(
+    name: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layouts: str, dims: tuple[int, ...]
+) -> Exception | None:
+    """What is wrong with the type, dtype, number of dimensions or device of an argument."""
+    if not isinstance(t, Tensor):
+        return TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        return TypeError(f"{name} must be a strided tensor, got layout {t.layout}; call .to_dense() first")
+    if t.dtype not in dtypes:
+        return TypeError(
+            f"{name} must be {' or '.join([str(d) for d in dtypes])}, got {t.dtype}; convert it first (packed or quantised data is never "
+            "read as numbers)"
+        )
+    if t.dim() not in dims:
+        return ValueError(f"{name} must be {layouts}, got shape {tuple(t.shape)}")
+    if t.device != device:
+        return ValueError(f"{name} must be on the device of the other tensors, {device}, got {t.device}")
+    return None
+
+
+def _size(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
+    """What is wrong with one size of an argument, where `source` says what the size comes from."""
+    if _differs(t.shape[dim], size):
+        return ValueError(f"{name} must be {layout} with {source} = {size}, got shape {tuple(t.shape)}")
+    return None
+
+
+def _reach(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
+    if _below(t.shape[dim], size):
+        return ValueError(f"{name} must be {layout}, at least {size} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
+    return None
+
+
+def _number(name: str, x: object, positive: bool) -> Exception | None:
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        return TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if not math.isfinite(x) or (positive and x <= 0):
+        return ValueError(f"{name} must be a finite number{' above 0' if positive else ''}, got {x}")
+    return None
+
+
+def _weights_error(call: Call) -> Exception | None:
+    """What is wrong with the logits, the weights and the options that say how the two meet."""
+    base, w1, w2 = call.base_logits, call.markov_w1, call.markov_w2
+    if not isinstance(base, Tensor):
+        return TypeError(f"base_logits must be a torch.Tensor, got {type(base).__name__}")
+    device = base.device
+    error = (
+        _tensor("base_logits", base, device, FLOATS, "[R, K, V]", (3,))
+        or _tensor("anchor_ids", call.anchor_ids, device, INTS, "[R]", (1,))
+        or _size("anchor_ids", call.anchor_ids, 0, "[R]", base.shape[0], "R of base_logits")
+        or _tensor("markov_w1", w1, device, FLOATS, "[V_target, rank]", (2,))
+        or _tensor("markov_w2", w2, device, FLOATS, "[V, rank]", (2,))
+    )
+    if error is not None:
+        return error
+    if w2.dtype != w1.dtype:
+        return TypeError(f"markov_w2 must have the dtype of markov_w1, {w1.dtype}, got {w2.dtype}")
+    if _below(w1.shape[1], 1):
+        return ValueError("markov_w1 must have a Markov rank of at least 1, got rank 0: a drafter without a Markov head needs plain sampling")
+    if _below(base.shape[2], 1):
+        return ValueError(f"base_logits must have at least one vocabulary column, got shape {tuple(base.shape)}")
+    error = _size("markov_w2", w2, 1, "[V, rank]", w1.shape[1], "rank of markov_w1")
+    if error is not None:
+        return error
+    if call.draft_to_target is not None:
+        error = _tensor("draft_to_target", call.draft_to_target, device, (torch.int64,), "[V]", (1,))
+        if error is not None:
+            return error
+    if call.vocab_size is None:
+        error = _size("markov_w2", w2, 0, "[V, rank]", base.shape[2], "V of base_logits")
+        if error is None and call.draft_to_target is not None:
+            error = _size("draft_to_target", call.draft_to_target, 0, "[V]", base.shape[2], "V of base_logits")
+        elif error is None and _differs(w1.shape[0], w2.shape[0]):
+            error = ValueError(
+                f"markov_w1 must have as many rows as markov_w2 ({w2.shape[0]}), got {w1.shape[0]}; pass draft_to_target where the draft "
+                "vocabulary is a reduced one, or vocab_size where it is padded"
+            )
+        return error
+    if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):
+        return TypeError(f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
+    if call.vocab_size < 1 or _below(base.shape[2], call.vocab_size):
+        return ValueError(f"vocab_size must be from 1 to V of base_logits ({base.shape[2]}), got {call.vocab_size}")
+    error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
+        "markov_w2", w2, 0, "[V, rank]", call.vocab_size, "vocab_size"
+    )
+    if error is None and call.draft_to_target is not None:
+        error = _reach("draft_to_target", call.draft_to_target, 0, "[V]", call.vocab_size, "vocab_size")
+    return error
+
+
+def _slots_error(call: Call) -> Exception | None:
+    """What is wrong with the arguments of the request slots: temperature, seeds, positions, mapping and precomputed noise."""
+    base = call.base_logits
+    device = base.device
+    needed = ()
+    if call.temperature is not None:
+        needed = ("idx_mapping",) if call.noise is not None else ("idx_mapping", "seeds", "sample_pos")
+    elif call.draft_logits is not None:
+        needed = ("idx_mapping",)
+    for name in needed:
+        if getattr(call, name) is None:
+            return ValueError(
+                f"{name} must be a tensor where {'draft_logits' if call.temperature is None else 'temperature'} is given, got None"
+            )
+    slots = None  # S and the argument that it comes from
+    for name, t, dtypes in (
+        ("temperature", call.temperature, (torch.float32,)),
+        ("seeds", call.seeds, (torch.int64,)),
+        ("cache_rows", call.cache_rows, INTS),
+    ):
+        if t is None:
+            continue
+        error = _tensor(name, t, device, dtypes, "[S]", (1,))
+        if error is None and slots is not None:
+            error = _size(name, t, 0, "[S]", slots[0], f"S of {slots[1]}")
+        if error is not None:
+            return error
+        slots = (t.shape[0], name)
+    for name, t, layouts, dims in (
+        ("sample_pos", call.sample_pos, "[R, K]", (2,)),
+        ("idx_mapping", call.idx_mapping, "[R] or [R, K]", (1, 2)),
+    ):
+        if t is None:
+            continue
+        error = _tensor(name, t, device, INTS, layouts, dims) or _size(name, t, 0, layouts, base.shape[0], "R of base_logits")
+        if error is None and t.dim() == 2:
+            error = _size(name, t, 1, layouts, base.shape[1], "K of base_logits")
+        if error is not None:
+            return error
+    if call.noise is not None:
+        dtype = torch.float64 if call.use_fp64 else torch.float32
+        layout = "[R, K, V]"
+        return (
+            _tensor("noise", call.noise, device, (dtype,), layout, (3,))
+            or _size("noise", call.noise, 0, layout, base.shape[0], "R of base_logits")
+            or _size("noise", call.noise, 1, layout, base.shape[1], "K of base_logits")
+            or _reach("noise", call.noise, 2, layout, call.num_columns, "the vocabulary")
+        )
+    return None
+
+
+def _cache_error(call: Call) -> Exception | None:
+    """What is wrong with the cache of draft logits."""
+    cache = call.draft_logits
+    if cache is None:
+        return None if call.cache_rows is None else ValueError("cache_rows must be None where draft_logits is None, got a tensor")
+    layout = "[S, K, >= V_target]"
+    dtype = torch.float32 if call.transforms_output else call.base_logits.dtype
+    error = _tensor("draft_logits", cache, call.base_logits.device, FLOATS, layout, (3,))
+    if error is not None:
+        return error
+    if cache.dtype != dtype:
+        what = "torch.float32 with output_scale or output_soft_cap" if call.transforms_output else f"the dtype of base_logits, {dtype}"
+        return TypeError(f"draft_logits must have {what}, got {cache.dtype}: it holds just what was sampled from")
+    for stride, size in zip(cache.stride(), cache.shape, strict=True):
+        if guard_or_false(stride == 0) and guard_or_false(size > 1):
+            return ValueError(f"draft_logits must not overlap itself, got strides {cache.stride()}; make it with new_draft_logits")
+    error = _reach("draft_logits", cache, 1, layout, call.base_logits.shape[1], "K of base_logits")
+    if error is None and call.cache_rows is None:
+        for name, t in (("temperature", call.temperature), ("seeds", call.seeds)):
+            if t is not None and error is None:
+                error = _size("draft_logits", cache, 0, layout, t.shape[0], f"S of {name}")
+    if error is None:
+        width = call.markov_w1.shape[0] if call.draft_to_target is not None else call.num_columns
+        error = _reach("draft_logits", cache, 2, layout, width, "the target vocabulary")
+    return error
+
+
+def error(call: Call, plan: str) -> Exception | None:
+    """The TypeError or ValueError that a call deserves, naming the argument, what it must be and what it is; None for a valid call."""
+    found = _weights_error(call) or _slots_error(call)
+    if found is not None:
+        return found
+    if not isinstance(call.use_fp64, bool):
+        return TypeError(f"use_fp64 must be a bool, got {type(call.use_fp64).__name__}")
+    found = (
+        _number("bias_scale", call.bias_scale, positive=False)
+        or (None if call.bias_soft_cap is None else _number("bias_soft_cap", call.bias_soft_cap, positive=True))
+        or _number("output_scale", call.output_scale, positive=False)
+        or (None if call.output_soft_cap is None else _number("output_soft_cap", call.output_soft_cap, positive=True))
+        or _cache_error(call)
+    )
+    if found is not None:
+        return found
+    if plan not in PLANS:
+        return ValueError(f"plan must be one of {', '.join(PLANS)}, got {plan!r}")
+    reason = reference_reason(call) if plan == "step" else None
+    if reason is not None:
+        return ValueError(f"plan must be 'auto' or 'reference' for this call, got 'step', which cannot serve it: {reason}")
+    return None
+
+
+def noise_error(
+    seeds: object, sample_pos: object, idx_mapping: object, vocab_size: object, draft_to_target: object
+) -> Exception | None:
+    """The TypeError or ValueError that a call of `markov_noise` deserves, or None."""
+    if not isinstance(seeds, Tensor):
+        return TypeError(f"seeds must be a torch.Tensor, got {type(seeds).__name__}")
+    device = seeds.device
+    found = (
+        _tensor("seeds", seeds, device, (torch.int64,), "[S]", (1,))
+        or _tensor("sample_pos", sample_pos, device, INTS, "[R, K]", (2,))
+        or _tensor("idx_mapping", idx_mapping, device, INTS, "[R] or [R, K]", (1, 2))
+    )
+    if found is not None:
+        return found
+    assert isinstance(sample_pos, Tensor) and isinstance(idx_mapping, Tensor)
+    found = _size("idx_mapping", idx_mapping, 0, "[R] or [R, K]", sample_pos.shape[0], "R of sample_pos")
+    if found is None and idx_mapping.dim() == 2:
+        found = _size("idx_mapping", idx_mapping, 1, "[R, K]", sample_pos.shape[1], "K of sample_pos")
+    if found is not None:
+        return found
+    if not isinstance(vocab_size, (int, torch.SymInt)) or isinstance(vocab_size, bool):
+        return TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
+    if _below(vocab_size, 1):
+        return ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+    if draft_to_target is not None:
+        found = _tensor("draft_to_target", draft_to_target, device, (torch.int64,), "[V]", (1,))
+        if found is None and isinstance(draft_to_target, Tensor):
+            found = _reach("draft_to_target", draft_to_target, 0, "[V]", vocab_size, "vocab_size")
+    return found
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result
+def device_reason(device: torch.device) -> str | None:
+    """Why the fused kernels do not run on a device, or None."""
+    if device.type != "cuda":
+        return f"base_logits is on a {device.type} device; the fused kernels need a GPU"
+    if not has_triton():
+        return "Triton is not installed"
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return None if arch == "gfx942" else f"the GPU is {arch}; the fused kernels are tested on gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; the fused kernels need 8.0"
+
+
+def reference_reason(call: Call) -> str | None:
+    """Why the fused kernels do not serve a valid call, as a text for its author, or None where they do."""
+    base, w1, w2 = call.base_logits, call.markov_w1, call.markov_w2
+    if guard_or_false(base.shape[0] == 0) or guard_or_false(base.shape[1] == 0):
+        return "there is nothing to draft: no requests or no steps"
+    reason = device_reason(base.device)
+    if reason is not None:
+        return reason
+    if call.draft_to_target is not None:
+        return "the draft vocabulary is reduced (draft_to_target)"
+    if call.transforms_bias:
+        return "the bias is scaled or capped (bias_scale, bias_soft_cap)"
+    if call.transforms_output:
+        return "the logits are transformed after the bias (output_scale, output_soft_cap)"
+    if w1.shape[1] % 16 != 0 or w1.shape[1] > MAX_FUSED_RANK:
+        return "the Markov rank is not a multiple of 16 up to 512"
+    if w1.stride(1) != 1 or w2.stride(1) != 1:
+        return "the rank is not the contiguous dimension of markov_w1 and markov_w2"
+    if base.stride(2) != 1:
+        return "the vocabulary is not the contiguous dimension of base_logits"
+    if call.draft_logits is not None and call.draft_logits.stride(2) != 1:
+        return "the vocabulary is not the contiguous dimension of draft_logits"
+    if call.noise is not None and call.noise.stride(2) != 1:
+        return "the vocabulary is not the contiguous dimension of noise"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def note(reason: str) -> None:
+    """Logs why the reference serves a call; under Dynamo it runs while the graph is made, once a compilation, and breaks no graph."""
+    logger.info("markov_sample_sequential is served by the reference: %s", reason)
+
+
+note_once = functools.cache(note)
+
+
+def choose(call: Call, plan: str) -> tuple[str, str | None]:
+    """The plan that serves a valid call ("step" or "reference"), and why it is not the fused one."""
+    if plan == "reference":
+        return "reference", "plan='reference' was asked for"
+    reason = reference_reason(call)
+    return ("step", None) if reason is None else ("reference", reason)

@@ -1,0 +1,262 @@
+"""The operators of the namespace `dspark`: schemas, fakes, bodies that choose kernels or the reference, and the launches.
+
+`dspark::markov_sample_sequential` and `dspark::markov_noise` are `triton_op`s, so Inductor sees the kernels, or the aten operations where the
+reference serves. Importing this module neither imports Triton where it is missing nor touches a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from . import guards, reference
+from .guards import Call
+from .noise import block_log_argument, target_ids
+
+if guards.has_triton() or TYPE_CHECKING:
+    from .kernels.noise import noise_kernel
+    from .kernels.step import select_kernel, step_kernel
+
+# A program of the step kernel owns BLOCK_R rows and TILES tiles of BLOCK_V vocabulary entries: 256 entries keep the number of program maxima
+# small and an embedding in use for four tiles; 16 rows are the narrowest tile of the tensor cores.
+BLOCK_R = 16
+BLOCK_V = 64
+TILES = 4
+_SELECT_BLOCK = 1024
+_NOISE_BLOCK = 1024
+
+
+def num_programs(vocab_size: int) -> int:
+    """Programs, and so maxima a row, of one step."""
+    return -(-vocab_size // (BLOCK_V * TILES))
+
+
+def _block_k(rank: int, dtype: torch.dtype) -> int:
+    """How much of the rank one product covers: a power of two that divides it, so that no load of the weights is masked."""
+    # FP32 weights are multiplied in full precision on the FP32 units, which hold both operands in registers.
+    return min(rank & -rank, 32 if dtype == torch.float32 else 256)
+
+
+def _device_of(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The current device for launches: the tensor's own; while a graph is traced there is nothing to launch."""
+    if type(t) in (Tensor, torch.nn.Parameter) and t.is_cuda:
+        return torch.cuda.device(t.device)
+    return contextlib.nullcontext()
+
+
+def _strides2(t: Tensor | None) -> tuple[int, int]:
+    """Strides of an [R, K] argument; an [R] one serves every step."""
+    if t is None:
+        return 0, 0
+    return t.stride(0), (t.stride(1) if t.dim() == 2 else 0)
+
+
+def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor | None = None) -> Tensor:
+    """Launches the 2 K kernels of a call that they serve, with scratch [>= R, programs]; `keys` [K, R, V] receives all keys, for tests."""
+    base = call.base_logits
+    num_requests, num_steps, _ = base.shape
+    tokens = base.new_empty((num_requests, num_steps), dtype=torch.int64)
+    vocab_size = call.num_columns
+    rank = call.markov_w1.shape[1]
+    # An argument left out is a pointer that the kernel's flags keep it from using.
+    unused = call.anchor_ids
+    cache = unused if call.draft_logits is None else call.draft_logits
+    ahead = unused if call.noise is None else call.noise
+    per_slot = [t for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    with _device_of(base):
+        for step in range(num_steps):
+            wrap_triton(step_kernel)[(-(-num_requests // BLOCK_R), num_programs(vocab_size))](
+                base,
+                call.anchor_ids,
+                call.markov_w1,
+                call.markov_w2,
+                unused if call.temperature is None else call.temperature,
+                unused if call.seeds is None else call.seeds,
+                unused if call.sample_pos is None else call.sample_pos,
+                unused if call.idx_mapping is None else call.idx_mapping,
+                cache,
+                unused if call.cache_rows is None else call.cache_rows,
+                ahead,
+                tokens,
+                best_key,
+                best_token,
+                best_key if keys is None else keys[step],
+                num_requests,
+                num_steps,
+                step,
+                vocab_size,
+                call.markov_w1.shape[0],
+                per_slot[0].shape[0] if per_slot else 0,
+                cache.shape[0],
+                base.stride(0),
+                base.stride(1),
+                call.anchor_ids.stride(0),
+                call.markov_w1.stride(0),
+                call.markov_w2.stride(0),
+                0 if call.temperature is None else call.temperature.stride(0),
+                0 if call.seeds is None else call.seeds.stride(0),
+                *_strides2(call.sample_pos),
+                *_strides2(call.idx_mapping),
+                *(cache.stride()[:2] if call.draft_logits is not None else (0, 0)),
+                0 if call.cache_rows is None else call.cache_rows.stride(0),
+                *(ahead.stride()[:2] if call.noise is not None else (0, 0)),
+                RANK=rank,
+                SAMPLED=call.temperature is not None,
+                NOISE_AHEAD=call.noise is not None,
+                CACHED=call.draft_logits is not None,
+                COMPACT=call.cache_rows is not None,
+                FP64=best_key.dtype == torch.float64,
+                WRITE_KEYS=keys is not None,
+                BLOCK_R=BLOCK_R,
+                BLOCK_V=BLOCK_V,
+                BLOCK_K=_block_k(rank, call.markov_w1.dtype),
+                TILES=TILES,
+                num_warps=4,
+                num_stages=2,
+            )
+            wrap_triton(select_kernel)[(num_requests,)](
+                best_key, best_token, tokens, num_programs(vocab_size), num_steps, step, BLOCK=_SELECT_BLOCK
+            )
+    return tokens
+
+
+def launch_noise(
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    vocab_size: int,
+    draft_to_target: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Launches the noise kernel, which fills `out` [R, K, V]."""
+    num_requests, num_steps = sample_pos.shape
+    token_ids = seeds if draft_to_target is None else target_ids(vocab_size, draft_to_target, out.device)
+    with _device_of(out):
+        wrap_triton(noise_kernel)[(num_requests * num_steps, -(-vocab_size // _NOISE_BLOCK))](
+            seeds,
+            sample_pos,
+            idx_mapping,
+            token_ids,
+            out,
+            num_steps,
+            vocab_size,
+            seeds.shape[0],
+            seeds.stride(0),
+            *_strides2(sample_pos),
+            *_strides2(idx_mapping),
+            MAPPED=draft_to_target is not None,
+            FP64=out.dtype == torch.float64,
+            BLOCK_V=_NOISE_BLOCK,
+            num_warps=4,
+        )
+
+
+def key_dtype(use_fp64: bool) -> torch.dtype:
+    return torch.float64 if use_fp64 else torch.float32
+
+
+@triton_op("dspark::markov_noise", mutates_args=())
+def markov_noise(
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    vocab_size: int,
+    draft_to_target: Tensor | None = None,
+    use_fp64: bool = False,
+) -> Tensor:
+    error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
+    if error is not None:
+        raise error
+    if guards.device_reason(seeds.device) is not None:
+        token_ids = target_ids(vocab_size, draft_to_target, seeds.device)
+        return block_log_argument(seeds, sample_pos, idx_mapping, token_ids, use_fp64)
+    out = seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
+    launch_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, out)
+    return out
+
+
+@markov_noise.register_fake
+def _(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target=None, use_fp64=False):  # type: ignore[no-untyped-def]
+    return seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
+
+
+def _sample(
+    base_logits: Tensor,
+    anchor_ids: Tensor,
+    markov_w1: Tensor,
+    markov_w2: Tensor,
+    temperature: Tensor | None = None,
+    seeds: Tensor | None = None,
+    sample_pos: Tensor | None = None,
+    idx_mapping: Tensor | None = None,
+    draft_logits: Tensor | None = None,
+    cache_rows: Tensor | None = None,
+    noise: Tensor | None = None,
+    use_fp64: bool = False,
+    vocab_size: int | None = None,
+    draft_to_target: Tensor | None = None,
+    bias_scale: float = 1.0,
+    bias_soft_cap: float | None = None,
+    output_scale: float = 1.0,
+    output_soft_cap: float | None = None,
+    plan: str = "auto",
+) -> Tensor:
+    call = Call(
+        base_logits,
+        anchor_ids,
+        markov_w1,
+        markov_w2,
+        temperature,
+        seeds,
+        sample_pos,
+        idx_mapping,
+        draft_logits,
+        cache_rows,
+        noise,
+        use_fp64,
+        vocab_size,
+        draft_to_target,
+        bias_scale,
+        bias_soft_cap,
+        output_scale,
+        output_soft_cap,
+    )
+    if guards.error(call, plan) is not None:
+        return torch.ops.dspark.refuse(*call, plan)
+    chosen, _ = guards.choose(call, plan)
+    if chosen == "step":
+        maxima = (base_logits.shape[0], num_programs(call.num_columns))
+        best_key = base_logits.new_empty(maxima, dtype=key_dtype(use_fp64 and temperature is not None))
+        return launch_steps(call, best_key, base_logits.new_empty(maxima, dtype=torch.int32))
+    if temperature is not None and noise is None and guards.device_reason(base_logits.device) is None:
+        # One kernel instead of some sixty operations on three full-vocabulary tensors a step; the same noise.
+        call = call._replace(noise=markov_noise(seeds, sample_pos, idx_mapping, call.num_columns, draft_to_target, use_fp64))
+    return reference.sample(call)
+
+
+markov_sample_sequential = triton_op("dspark::markov_sample_sequential", _sample, mutates_args=("draft_logits",))
+
+
+@markov_sample_sequential.register_fake
+def _fake_sample(base_logits: Tensor, *_: object, **__: object) -> Tensor:
+    # Wrong arguments are refused when the graph runs, with the error of an eager call, so a fake must not stumble over them.
+    return base_logits.new_empty(base_logits.shape[:2], dtype=torch.int64)
+
+
+def _refuse(*args: Any) -> Tensor:
+    *fields, plan = args
+    error = guards.error(Call(*fields), plan)
+    raise error if error is not None else RuntimeError("dspark::refuse was called with valid arguments")
+
+
+# What a graph holds in place of a call with wrong arguments: it raises the error of the eager call, with actual sizes, when the graph runs.
+# Tracers wrap an error that is raised while they trace into one of their own, of another type.
+_library = torch.library.Library("dspark", "FRAGMENT")
+_library.define("refuse" + torch.library.infer_schema(_sample, mutates_args=()))
+_library.impl("refuse", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("dspark::refuse", _fake_sample, lib=_library)
+torch.fx.node.has_side_effect(torch.ops.dspark.refuse.default)
