@@ -52,7 +52,7 @@ class FusedMarkov:
         self._held: tuple[Tensor, ...] = ()
         self._side: torch.cuda.Stream | None = None
         if guards.device_reason(self.device) is None:
-            maxima = (max_rows, ops.num_programs(vocab))
+            maxima = max_rows * ops.MOST_PROGRAMS.programs(vocab)
             self._best_key = torch.empty(maxima, dtype=ops.key_dtype(use_fp64), device=self.device)
             self._best_token = torch.empty(maxima, dtype=torch.int32, device=self.device)
             self._side = torch.cuda.Stream(self.device)

@@ -314,10 +314,15 @@ def device_reason(device: torch.device) -> str | None:
     return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; the fused kernels need 8.0"
 
 
+def nothing_to_draft(t: Tensor) -> bool:
+    """Whether an [R, K, ...] argument has no requests or no steps."""
+    return guard_or_false(t.shape[0] == 0) or guard_or_false(t.shape[1] == 0)
+
+
 def reference_reason(call: Call) -> str | None:
     """Why the fused kernels do not serve a valid call, as a text for its author, or None where they do."""
     base, w1, w2 = call.base_logits, call.markov_w1, call.markov_w2
-    if guard_or_false(base.shape[0] == 0) or guard_or_false(base.shape[1] == 0):
+    if nothing_to_draft(base):
         return "there is nothing to draft: no requests or no steps"
     reason = device_reason(base.device)
     if reason is not None:

@@ -7,7 +7,7 @@ reference serves. Importing this module neither imports Triton where it is missi
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,18 +21,41 @@ if guards.has_triton() or TYPE_CHECKING:
     from .kernels.noise import noise_kernel
     from .kernels.step import select_kernel, step_kernel
 
-# A program of the step kernel owns BLOCK_R rows and TILES tiles of BLOCK_V vocabulary entries: 256 entries keep the number of program maxima
-# small and an embedding in use for four tiles; 16 rows are the narrowest tile of the tensor cores.
-BLOCK_R = 16
-BLOCK_V = 64
-TILES = 4
-_SELECT_BLOCK = 1024
-_NOISE_BLOCK = 1024
+# The noise kernel's and the select kernel's block: any multiple of a warp does.
+_BLOCK = 1024
 
 
-def num_programs(vocab_size: int) -> int:
-    """Programs, and so maxima a row, of one step."""
-    return -(-vocab_size // (BLOCK_V * TILES))
+class Tiles(NamedTuple):
+    """Shape of a step kernel's program: BLOCK_R rows by `tiles` tiles of BLOCK_V vocabulary entries."""
+
+    block_r: int
+    block_v: int
+    tiles: int
+    num_warps: int
+    num_stages: int
+
+    def programs(self, vocab_size: int) -> int:
+        """Programs, and so maxima a row, of one step."""
+        return -(-vocab_size // (self.block_v * self.tiles))
+
+
+# The fastest of those tried at each R on an H200 (V = 163,840, rank 256, K = 7, bf16). Keys do not depend on the shape: every product sums the
+# rank in the same order. Narrow blocks save the noise of rows that do not exist; wide ones read markov_w2 fewer times.
+_TILES = {
+    1: Tiles(1, 64, 2, num_warps=4, num_stages=2),
+    4: Tiles(4, 64, 2, num_warps=4, num_stages=2),
+    16: Tiles(16, 32, 4, num_warps=4, num_stages=3),
+    32: Tiles(32, 64, 4, num_warps=8, num_stages=2),
+}
+# The shape with the most programs: scratch that fits it fits all.
+MOST_PROGRAMS = min(_TILES.values(), key=lambda tiles: tiles.block_v * tiles.tiles)
+
+
+def tiles_for(num_requests: int) -> Tiles:
+    """The shape for a batch. A symbolic size takes the one that suits most batches, since a choice would be a guard and so another graph."""
+    if not isinstance(num_requests, int):
+        return _TILES[16]
+    return next((tiles for rows, tiles in _TILES.items() if num_requests <= rows), _TILES[32])
 
 
 def _block_k(rank: int, dtype: torch.dtype) -> int:
@@ -49,27 +72,29 @@ def _device_of(t: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _strides2(t: Tensor | None) -> tuple[int, int]:
-    """Strides of an [R, K] argument; an [R] one serves every step."""
+    """The first two strides of an argument by row and step; an [R] one serves every step, one left out is never read."""
     if t is None:
         return 0, 0
-    return t.stride(0), (t.stride(1) if t.dim() == 2 else 0)
+    return t.stride(0), (t.stride(1) if t.dim() > 1 else 0)
 
 
 def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor | None = None) -> Tensor:
-    """Launches the 2 K kernels of a call that they serve, with scratch [>= R, programs]; `keys` [K, R, V] receives all keys, for tests."""
+    """Launches the 2 K kernels of a call that they serve, with flat scratch for R x programs maxima; `keys` [K, R, V] receives all keys."""
     base = call.base_logits
     num_requests, num_steps, _ = base.shape
     tokens = base.new_empty((num_requests, num_steps), dtype=torch.int64)
     vocab_size = call.num_columns
     rank = call.markov_w1.shape[1]
+    tiles = tiles_for(num_requests)
+    programs = tiles.programs(vocab_size)
     # An argument left out is a pointer that the kernel's flags keep it from using.
     unused = call.anchor_ids
     cache = unused if call.draft_logits is None else call.draft_logits
     ahead = unused if call.noise is None else call.noise
-    per_slot = [t for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
     with _device_of(base):
         for step in range(num_steps):
-            wrap_triton(step_kernel)[(-(-num_requests // BLOCK_R), num_programs(vocab_size))](
+            wrap_triton(step_kernel)[(-(-num_requests // tiles.block_r), programs)](
                 base,
                 call.anchor_ids,
                 call.markov_w1,
@@ -90,7 +115,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 step,
                 vocab_size,
                 call.markov_w1.shape[0],
-                per_slot[0].shape[0] if per_slot else 0,
+                slots[0] if slots else 0,
                 cache.shape[0],
                 base.stride(0),
                 base.stride(1),
@@ -101,9 +126,9 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 0 if call.seeds is None else call.seeds.stride(0),
                 *_strides2(call.sample_pos),
                 *_strides2(call.idx_mapping),
-                *(cache.stride()[:2] if call.draft_logits is not None else (0, 0)),
+                *_strides2(call.draft_logits),
                 0 if call.cache_rows is None else call.cache_rows.stride(0),
-                *(ahead.stride()[:2] if call.noise is not None else (0, 0)),
+                *_strides2(call.noise),
                 RANK=rank,
                 SAMPLED=call.temperature is not None,
                 NOISE_AHEAD=call.noise is not None,
@@ -111,36 +136,28 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 COMPACT=call.cache_rows is not None,
                 FP64=best_key.dtype == torch.float64,
                 WRITE_KEYS=keys is not None,
-                BLOCK_R=BLOCK_R,
-                BLOCK_V=BLOCK_V,
+                BLOCK_R=tiles.block_r,
+                BLOCK_V=tiles.block_v,
                 BLOCK_K=_block_k(rank, call.markov_w1.dtype),
-                TILES=TILES,
-                num_warps=4,
-                num_stages=2,
+                TILES=tiles.tiles,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
             )
-            wrap_triton(select_kernel)[(num_requests,)](
-                best_key, best_token, tokens, num_programs(vocab_size), num_steps, step, BLOCK=_SELECT_BLOCK
-            )
+            wrap_triton(select_kernel)[(num_requests,)](best_key, best_token, tokens, programs, num_steps, step, BLOCK=_BLOCK)
     return tokens
 
 
 def launch_noise(
-    seeds: Tensor,
-    sample_pos: Tensor,
-    idx_mapping: Tensor,
-    vocab_size: int,
-    draft_to_target: Tensor | None,
-    out: Tensor,
+    seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, vocab_size: int, token_ids: Tensor | None, out: Tensor
 ) -> None:
-    """Launches the noise kernel, which fills `out` [R, K, V]."""
+    """Launches the noise kernel, which fills `out` [R, K, V]; `token_ids` [V] where they are not 0, 1, 2, ..."""
     num_requests, num_steps = sample_pos.shape
-    token_ids = seeds if draft_to_target is None else target_ids(vocab_size, draft_to_target, out.device)
     with _device_of(out):
-        wrap_triton(noise_kernel)[(num_requests * num_steps, -(-vocab_size // _NOISE_BLOCK))](
+        wrap_triton(noise_kernel)[(num_requests * num_steps, -(-vocab_size // _BLOCK))](
             seeds,
             sample_pos,
             idx_mapping,
-            token_ids,
+            seeds if token_ids is None else token_ids,
             out,
             num_steps,
             vocab_size,
@@ -148,11 +165,22 @@ def launch_noise(
             seeds.stride(0),
             *_strides2(sample_pos),
             *_strides2(idx_mapping),
-            MAPPED=draft_to_target is not None,
+            *_strides2(out),
+            MAPPED=token_ids is not None,
             FP64=out.dtype == torch.float64,
-            BLOCK_V=_NOISE_BLOCK,
+            BLOCK_V=_BLOCK,
             num_warps=4,
         )
+
+
+def _step_major_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
+    """`block_log_argument` by the kernel, laid out so that the noise of a step is contiguous, as the reference reads it."""
+    num_requests, num_steps = sample_pos.shape
+    vocab_size = token_ids.shape[0]
+    strides = (vocab_size, num_requests * vocab_size, 1)
+    out = seeds.new_empty_strided((num_requests, num_steps, vocab_size), strides, dtype=key_dtype(use_fp64))
+    launch_noise(seeds, sample_pos, slots, vocab_size, token_ids, out)
+    return out
 
 
 def key_dtype(use_fp64: bool) -> torch.dtype:
@@ -171,11 +199,12 @@ def markov_noise(
     error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
     if error is not None:
         raise error
-    if guards.device_reason(seeds.device) is not None:
+    token_ids = None if draft_to_target is None else target_ids(vocab_size, draft_to_target, seeds.device)
+    if guards.device_reason(seeds.device) is not None or guards.nothing_to_draft(sample_pos):
         token_ids = target_ids(vocab_size, draft_to_target, seeds.device)
         return block_log_argument(seeds, sample_pos, idx_mapping, token_ids, use_fp64)
     out = seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
-    launch_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, out)
+    launch_noise(seeds, sample_pos, idx_mapping, vocab_size, token_ids, out)
     return out
 
 
@@ -229,13 +258,13 @@ def _sample(
         return torch.ops.dspark.refuse(*call, plan)
     chosen, _ = guards.choose(call, plan)
     if chosen == "step":
-        maxima = (base_logits.shape[0], num_programs(call.num_columns))
-        best_key = base_logits.new_empty(maxima, dtype=key_dtype(use_fp64 and temperature is not None))
-        return launch_steps(call, best_key, base_logits.new_empty(maxima, dtype=torch.int32))
-    if temperature is not None and noise is None and guards.device_reason(base_logits.device) is None:
-        # One kernel instead of some sixty operations on three full-vocabulary tensors a step; the same noise.
-        call = call._replace(noise=markov_noise(seeds, sample_pos, idx_mapping, call.num_columns, draft_to_target, use_fp64))
-    return reference.sample(call)
+        maxima = base_logits.shape[0] * tiles_for(base_logits.shape[0]).programs(call.num_columns)
+        best_key = base_logits.new_empty((maxima,), dtype=key_dtype(use_fp64 and temperature is not None))
+        return launch_steps(call, best_key, base_logits.new_empty((maxima,), dtype=torch.int32))
+    if guards.device_reason(base_logits.device) is not None:
+        return reference.sample(call)
+    # One kernel instead of some sixty operations, for the same noise.
+    return reference.sample(call, noise_of=_step_major_noise)
 
 
 markov_sample_sequential = triton_op("dspark::markov_sample_sequential", _sample, mutates_args=("draft_logits",))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,67 @@ from .guards import Call
 from .noise import MIN_TEMPERATURE, block_log_argument, target_ids
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
+
+
+class NoiseOf(Protocol):
+    """Computes the argument of the outer logarithm, [R, K, V]; `block_log_argument` in plain torch, or a kernel."""
+
+    def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor: ...
+
+
+@torch.no_grad()
+def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = block_log_argument) -> Tensor:
+    """Samples the block of a valid call, [R, K] int64, and writes its `draft_logits`.
+
+    With `exact_products` the bias is summed in FP64 (the oracle), otherwise by the library in the weights' dtype, with FP32 accumulation.
+    """
+    device_type = call.base_logits.device.type
+    if torch.is_autocast_enabled(device_type):  # it would cast the products
+        with torch.autocast(device_type, enabled=False):
+            return _sample(call, exact_products, noise_of)
+    return _sample(call, exact_products, noise_of)
+
+
+def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
+    base = call.base_logits[..., : call.num_columns]
+    num_requests, num_steps, vocab = base.shape
+    if num_requests == 0 or num_steps == 0:
+        return base.new_empty((num_requests, num_steps), dtype=torch.int64)
+    token_ids = target_ids(vocab, call.draft_to_target, base.device)
+    sizes = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    has_slots = call.idx_mapping is not None and bool(sizes) and sizes[0] > 0
+    divisors = log_arguments = None
+    if has_slots:
+        slots, live = _slots(call, sizes[0])
+        if call.temperature is not None:
+            divisor, argument = _temperature_and_noise(call, slots, live, token_ids, noise_of)
+            divisors, log_arguments = divisor.unbind(1), torch.log(argument).unbind(1)
+
+    # The library's product serves where it rounds its FP32 sum to the dtype of the logits. FP32 products go through FP64, which no TF32 or
+    # reduced-precision switch of the process can change.
+    w1, w2 = call.markov_w1, call.markov_w2[:vocab]
+    if exact_products or w2.dtype != base.dtype or base.dtype == torch.float32:
+        w2 = w2.double()
+    w2_t = w2.t()
+    anchors = call.anchor_ids.clamp(0, w1.shape[0] - 1)
+    embedding = torch.where((anchors == call.anchor_ids)[:, None], w1[anchors], 0.0)
+    tokens: list[Tensor] = []
+    sampled_from: list[Tensor] = []
+    for step, base_logits in enumerate(base.unbind(1)):
+        if step > 0:
+            embedding = w1[tokens[-1]]
+        bias = embedding.to(w2.dtype) @ w2_t
+        if w2.dtype == torch.float64:
+            bias = bias.float().to(base.dtype)  # by way of FP32, which is what an accumulator holds
+        logits = _transformed(_rounded(base_logits + _scaled(_rounded(bias), call)), call)
+        sampled_from.append(logits)
+        if divisors is not None and log_arguments is not None:
+            # The divisor is FP32 and so is the quotient, whatever the dtype of the logits; the sum has the precision of the noise.
+            logits = logits / divisors[step] - log_arguments[step]
+        tokens.append(_winner(logits, None if call.draft_to_target is None else token_ids))
+    if has_slots and call.draft_logits is not None and call.draft_logits.shape[0] > 0:
+        _write_cache(call, call.draft_logits, slots, live, token_ids, torch.stack(sampled_from, dim=1))
+    return torch.stack(tokens, dim=1)
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -23,7 +86,7 @@ def _rounded(x: Tensor) -> Tensor:
     return (x.view(torch.int16) | 0).view(x.dtype)
 
 
-def _scaled_bias(bias: Tensor, call: Call) -> Tensor:
+def _scaled(bias: Tensor, call: Call) -> Tensor:
     cap = call.bias_soft_cap
     if cap is not None:
         bias = _rounded(torch.tanh(_rounded(bias / cap)))
@@ -40,119 +103,56 @@ def _transformed(logits: Tensor, call: Call) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-class _Sampler:
-    """Divisors and noise of all rows and steps: what the keys need besides the logits."""
-
-    def __init__(self, call: Call, slots: Tensor, live: Tensor, token_ids: Tensor) -> None:
-        assert call.temperature is not None
-        temperature = call.temperature[slots]
-        sampled = live & (temperature >= MIN_TEMPERATURE)  # False for NaN
-        # Greedy rows divide by one and add zero, which leaves their keys the logits.
-        self.divisor = torch.where(sampled, temperature, 1.0)[..., None]
-        argument = call.noise
-        if argument is None:
-            assert call.seeds is not None and call.sample_pos is not None and call.idx_mapping is not None
-            argument = block_log_argument(call.seeds, call.sample_pos, call.idx_mapping, token_ids, call.use_fp64)
-        noise = -torch.log(argument[..., : call.num_columns])
-        self.noise = torch.where(sampled[..., None], noise, 0.0)
-
-    def keys(self, logits: Tensor, step: int) -> Tensor:
-        # The divisor is FP32 and so the quotient, whatever the dtype of the logits; the sum has the precision of the noise.
-        return logits / self.divisor[:, step] + self.noise[:, step]
-
-
-class _Cache:
-    """Writes a step's logits to `draft_logits`, and nothing for inert rows, without a data-dependent shape.
-
-    Where row b must write nothing it repeats the write of another row, the same values at the same place; where no row writes, row 0's place
-    keeps what it holds.
-    """
-
-    def __init__(self, call: Call, slots: Tensor, live: Tensor, token_ids: Tensor) -> None:
-        assert call.draft_logits is not None
-        self.cache = call.draft_logits
-        rows, written = slots, live
-        if call.cache_rows is not None:
-            rows = call.cache_rows[slots]
-            written = live & (rows >= 0) & (rows < self.cache.shape[0])
-        stand_in = written.to(torch.int32).argmax(dim=0, keepdim=True)  # first row that writes, of each step
-        every_row = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        self.source = torch.where(written, every_row, stand_in)
-        self.rows = rows.gather(0, self.source).clamp(0, self.cache.shape[0] - 1).to(torch.int64)
-        self.any_written = written.any(dim=0)
-        self.columns = token_ids[None, :]
-
-    def write(self, logits: Tensor, step: int) -> None:
-        place = (self.rows[:, step, None], torch.full_like(self.rows[:, step, None], step), self.columns)
-        kept = self.cache[self.rows[:1, step, None], step, self.columns]
-        values = torch.where(self.any_written[step], logits.index_select(0, self.source[:, step]), kept)
-        self.cache.index_put_(place, values)
-
-
 def _winner(keys: Tensor, token_ids: Tensor | None) -> Tensor:
     """The lowest target id of the largest key of each row; NaN never wins."""
-    keys = torch.where(keys == keys, keys, float("-inf"))
+    keys = torch.nan_to_num(keys, nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     if token_ids is None:
         return keys.argmax(dim=-1)  # the first of equal keys
     best = keys.amax(dim=-1, keepdim=True)
     return torch.where(keys == best, token_ids, _NO_TOKEN).amin(dim=-1)
 
 
-@torch.no_grad()
-def sample(call: Call, *, exact_products: bool = False) -> Tensor:
-    """Samples the block of a valid call, [R, K] int64, and writes its `draft_logits`.
+def _slots(call: Call, num_slots: int) -> tuple[Tensor, Tensor]:
+    """Slot [R, K] of each row and step, forced into range, and whether it was there: whether the row is live."""
+    assert call.idx_mapping is not None
+    num_requests, num_steps, _ = call.base_logits.shape
+    given = call.idx_mapping if call.idx_mapping.dim() == 2 else call.idx_mapping[:, None]
+    slots = given.clamp(0, num_slots - 1)
+    return slots.expand(num_requests, num_steps), (slots == given).expand(num_requests, num_steps)
 
-    With `exact_products` the bias is summed in FP64 (the oracle), otherwise by the library in the weights' dtype, with FP32 accumulation.
+
+def _temperature_and_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
+    """Divisor of the logits, [R, K, 1], and argument of the noise's logarithm, [R, K, V]: both 1 for greedy rows."""
+    assert call.temperature is not None
+    temperature = call.temperature[slots]
+    sampled = live & (temperature >= MIN_TEMPERATURE)  # False for NaN
+    divisor = torch.where(sampled, temperature, 1.0)[..., None]
+    if call.noise is not None:
+        return divisor, torch.where(sampled[..., None], call.noise[..., : call.num_columns], 1.0)
+    assert call.seeds is not None and call.sample_pos is not None
+    return divisor, noise_of(call.seeds, call.sample_pos, torch.where(sampled, slots, -1), token_ids, call.use_fp64)
+
+
+def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_ids: Tensor, logits: Tensor) -> None:
+    """Writes the logits [R, K, V] of a block to the cache, and nothing for inert rows, without a data-dependent shape.
+
+    A row that must write nothing at a step repeats the write of the first row that does, the same values at the same place; where none does,
+    what its place holds is written back.
     """
-    # Autocast would cast the products; a fallback must not depend on it.
-    with torch.autocast(call.base_logits.device.type, enabled=False):
-        return _sample(call, exact_products)
+    rows, written = slots, live
+    if call.cache_rows is not None:
+        given = call.cache_rows[slots]
+        rows = given.clamp(0, cache.shape[0] - 1)
+        written = live & (rows == given)
+    steps = torch.arange(logits.shape[1], device=logits.device)
+    lead = written.to(torch.int32).argmax(dim=0)
+    lead_rows = rows[lead, steps]
+    rows = torch.where(written, rows, lead_rows)
+    # Whole rows of the cache are copied faster than chosen columns.
+    columns = () if call.draft_to_target is None and cache.shape[2] == logits.shape[2] else (token_ids,)
 
+    def place(rows: Tensor) -> tuple[Tensor, ...]:
+        return (rows[..., None], steps[:, None], *columns) if columns else (rows, steps.expand_as(rows))
 
-def _sample(call: Call, exact_products: bool) -> Tensor:
-    base = call.base_logits[..., : call.num_columns]
-    num_requests, num_steps, vocab = base.shape
-    if num_requests == 0 or num_steps == 0:
-        return base.new_empty((num_requests, num_steps), dtype=torch.int64)
-    dtype = base.dtype
-    w1, w2 = call.markov_w1, call.markov_w2[:vocab]
-    # The library's product serves where it rounds its FP32 sum to the dtype of the logits. FP32 goes through FP64, which no TF32 or
-    # reduced-precision switch of the process can change.
-    if exact_products or w2.dtype != dtype or dtype == torch.float32:
-        w2 = w2.double()
-    token_ids = target_ids(vocab, call.draft_to_target, base.device)
-    sampler = cache = None
-    num_slots = _num_slots(call)
-    if call.idx_mapping is not None and num_slots > 0:
-        slots = call.idx_mapping
-        slots = (slots[:, None] if slots.dim() == 1 else slots).expand(num_requests, num_steps).to(torch.int64)
-        live = (slots >= 0) & (slots < num_slots)
-        slots = slots.clamp(0, num_slots - 1)
-        if call.temperature is not None:
-            sampler = _Sampler(call, slots, live, token_ids)
-        if call.draft_logits is not None:
-            cache = _Cache(call, slots, live, token_ids)
-
-    known = (call.anchor_ids >= 0) & (call.anchor_ids < w1.shape[0])
-    embedding = w1[call.anchor_ids.clamp(0, w1.shape[0] - 1)]
-    embedding = torch.where(known[:, None], embedding, 0.0)
-    tokens = []
-    for step in range(num_steps):
-        bias = embedding.to(w2.dtype) @ w2.t()
-        if w2.dtype == torch.float64:
-            bias = bias.float().to(dtype)  # by way of FP32, which is what an accumulator holds
-        bias = _rounded(bias)
-        logits = _transformed(_rounded(base[:, step] + _scaled_bias(bias, call)), call)
-        if cache is not None:
-            cache.write(logits, step)
-        keys = logits if sampler is None else sampler.keys(logits, step)
-        tokens.append(_winner(keys, None if call.draft_to_target is None else token_ids))
-        embedding = w1[tokens[-1]]
-    return torch.stack(tokens, dim=1)
-
-
-def _num_slots(call: Call) -> int:
-    for per_slot in (call.temperature, call.seeds, call.cache_rows):
-        if per_slot is not None:
-            return per_slot.shape[0]
-    return 0 if call.draft_logits is None else call.draft_logits.shape[0]
+    repeated = torch.where(written.any(dim=0)[:, None], logits[lead, steps], cache[place(lead_rows)])
+    cache.index_put_(place(rows), torch.where(written[..., None], logits, repeated))

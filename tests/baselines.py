@@ -58,7 +58,7 @@ def _step(
     R, V, S, K, step, RANK: tl.constexpr,
 ):  # fmt: skip
     """256 vocabulary entries x 16 rows: one tensor-core product a 64-entry tile, bias, cache, noise, the program's best key of each row."""
-    r = tl.program_id(1) * 16 + tl.arange(0, 16)
+    r = tl.program_id(0) * 16 + tl.arange(0, 16)
     r_ok = r < R
     k = tl.arange(0, RANK)
     previous = tl.load(previous_ptr + r, mask=r_ok, other=-1)
@@ -73,7 +73,7 @@ def _step(
     best = tl.full([16], float("-inf"), tl.float32)
     best_token = tl.full([16], 0x7FFFFFFF, tl.int32)
     for tile in range(4):
-        v = tl.program_id(0) * 256 + tile * 64 + tl.arange(0, 64)
+        v = tl.program_id(1) * 256 + tile * 64 + tl.arange(0, 64)
         v_ok = v < V
         w2 = tl.load(w2_ptr + v[:, None] * RANK + k[None, :], mask=v_ok[:, None], other=0.0)
         inside = v_ok[:, None] & r_ok[None, :]
@@ -87,8 +87,8 @@ def _step(
         tile_token = tl.min(tl.where((key == tile_best[None, :]) & inside, v[:, None], 0x7FFFFFFF), axis=0)
         best_token = tl.where(tile_best > best, tile_token, best_token)
         best = tl.maximum(best, tile_best)
-    tl.store(key_ptr + r * tl.num_programs(0) + tl.program_id(0), best, mask=r_ok)
-    tl.store(token_ptr + r * tl.num_programs(0) + tl.program_id(0), best_token, mask=r_ok)
+    tl.store(key_ptr + r * tl.num_programs(1) + tl.program_id(1), best, mask=r_ok)
+    tl.store(token_ptr + r * tl.num_programs(1) + tl.program_id(1), best_token, mask=r_ok)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -114,7 +114,7 @@ def two_launches(
     tokens = base_logits.new_empty((num_requests, num_steps), dtype=torch.int64)
     previous = anchor_ids.clone()
     for step in range(num_steps):
-        _step[(programs, triton.cdiv(num_requests, 16))](
+        _step[(triton.cdiv(num_requests, 16), programs)](
             base_logits, previous, w1, w2, temperature, seeds, sample_pos, rows, cache, key, token,
             num_requests, vocab, temperature.shape[0], num_steps, step, RANK=w1.shape[1], num_warps=4, num_stages=2,
         )  # fmt: skip

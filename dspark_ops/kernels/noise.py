@@ -12,7 +12,7 @@ def noise_kernel(
     sample_pos_ptr,  # [R, K]
     idx_mapping_ptr,  # [R, K], the second stride 0 where a row has one slot
     token_ids_ptr,  # [V] int64 target ids with MAPPED
-    noise_ptr,  # [R, K, V] fp32 or fp64, contiguous, written
+    noise_ptr,  # [R, K, V] fp32 or fp64, last stride 1, written
     num_steps,
     vocab_size,
     num_slots,
@@ -21,6 +21,8 @@ def noise_kernel(
     pos_stride_k,
     idx_stride_r,
     idx_stride_k,
+    noise_stride_r,
+    noise_stride_k,
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -43,4 +45,4 @@ def noise_kernel(
     if MAPPED:
         token = tl.load(token_ids_ptr + v, mask=ok, other=0)
     argument = log_argument(low_prefix, high_prefix, token, FP64)
-    tl.store(noise_ptr + row_step * vocab_size + v, tl.where(live, argument, 1.0), mask=ok)
+    tl.store(noise_ptr + row * noise_stride_r + step * noise_stride_k + v, tl.where(live, argument, 1.0), mask=ok)
