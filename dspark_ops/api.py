@@ -104,15 +104,21 @@ def markov_sample_sequential(
         output_scale,
         output_soft_cap,
     )
-    error = guards.error(call, plan)
-    if error is None:
-        if not torch.compiler.is_exporting():  # an exported program carries "auto": it may run on another device
+    # Eager calls are checked and planned in the op. While a graph is made it happens here as well, where Dynamo turns what the checks read
+    # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
+    # of a wrong call is raised by the op in any case (see `ops._refuse`).
+    if torch.compiler.is_compiling():
+        if not torch.compiler.is_exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
-                (guards.note if torch.compiler.is_compiling() else guards.note_once)(reason)
-    elif not torch.compiler.is_compiling():
-        raise error
-    return torch.ops.dspark.markov_sample_sequential(*call, plan)
+                guards.note(reason)
+        return torch.ops.dspark.markov_sample_sequential(*call, plan)
+    try:
+        return torch.ops.dspark.markov_sample_sequential(*call, plan)
+    except RuntimeError as failure:
+        # What is no tensor or no number fails at the schema, before the op could say so in its own words.
+        error = guards.error(call, plan)
+        raise failure if error is None else error from None
 
 
 def _with_arguments_of(function: Callable[P, object]) -> Callable[[Callable[..., T]], Callable[P, T]]:

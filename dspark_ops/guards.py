@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,11 @@ class Call(NamedTuple):
         return self.output_scale != 1.0 or self.output_soft_cap is not None
 
 
+def runs_now(t: Tensor) -> bool:
+    """Whether operations on a tensor run one by one as they are called: it is none of the stand-ins that tracers pass around."""
+    return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
 def _differs(a: int, b: int) -> bool:
     """Whether two sizes differ; a size that is known at run time only is taken to fit."""
     return guard_or_false(a != b)
@@ -69,6 +74,11 @@ def _differs(a: int, b: int) -> bool:
 
 def _below(a: int, b: int) -> bool:
     return guard_or_false(a < b)
+
+
+def _shown(x: object) -> object:
+    """A number for an error message. Dynamo has no text for a symbolic one, nor needs it: the error is raised when the graph runs."""
+    return "?" if torch.compiler.is_compiling() else x
 
 
 def _tensor(
@@ -94,21 +104,22 @@ def _tensor(
 def _size(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
     """What is wrong with one size of an argument, where `source` says what the size comes from."""
     if _differs(t.shape[dim], size):
-        return ValueError(f"{name} must be {layout} with {source} = {size}, got shape {tuple(t.shape)}")
+        return ValueError(f"{name} must be {layout} with {source} = {_shown(size)}, got shape {tuple(t.shape)}")
     return None
 
 
 def _reach(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
     if _below(t.shape[dim], size):
-        return ValueError(f"{name} must be {layout}, at least {size} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
+        return ValueError(f"{name} must be {layout}, at least {_shown(size)} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
     return None
 
 
 def _number(name: str, x: object, positive: bool) -> Exception | None:
     if not isinstance(x, (int, float)) or isinstance(x, bool):
         return TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not math.isfinite(x) or (positive and x <= 0):
-        return ValueError(f"{name} must be a finite number{' above 0' if positive else ''}, got {x}")
+    # Comparisons instead of math.isfinite: the number is symbolic under dynamic=True.
+    if not -sys.float_info.max <= x <= sys.float_info.max or (positive and x <= 0):
+        return ValueError(f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
     return None
 
 
@@ -146,14 +157,14 @@ def _weights_error(call: Call) -> Exception | None:
             error = _size("draft_to_target", call.draft_to_target, 0, "[V]", base.shape[2], "V of base_logits")
         elif error is None and _differs(w1.shape[0], w2.shape[0]):
             error = ValueError(
-                f"markov_w1 must have as many rows as markov_w2 ({w2.shape[0]}), got {w1.shape[0]}; pass draft_to_target where the draft "
+                f"markov_w1 must have as many rows as markov_w2 ({_shown(w2.shape[0])}), got {_shown(w1.shape[0])}; pass draft_to_target where the draft "
                 "vocabulary is a reduced one, or vocab_size where it is padded"
             )
         return error
     if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):
         return TypeError(f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
     if call.vocab_size < 1 or _below(base.shape[2], call.vocab_size):
-        return ValueError(f"vocab_size must be from 1 to V of base_logits ({base.shape[2]}), got {call.vocab_size}")
+        return ValueError(f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
     error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
         "markov_w2", w2, 0, "[V, rank]", call.vocab_size, "vocab_size"
     )
@@ -245,8 +256,6 @@ def error(call: Call, plan: str) -> Exception | None:
     found = _weights_error(call) or _slots_error(call)
     if found is not None:
         return found
-    if not isinstance(call.use_fp64, bool):
-        return TypeError(f"use_fp64 must be a bool, got {type(call.use_fp64).__name__}")
     found = (
         _number("bias_scale", call.bias_scale, positive=False)
         or (None if call.bias_soft_cap is None else _number("bias_soft_cap", call.bias_soft_cap, positive=True))
@@ -259,7 +268,7 @@ def error(call: Call, plan: str) -> Exception | None:
     if plan not in PLANS:
         return ValueError(f"plan must be one of {', '.join(PLANS)}, got {plan!r}")
     reason = reference_reason(call) if plan == "step" else None
-    if reason is not None:
+    if reason is not None and not nothing_to_draft(call.base_logits):  # an empty batch is no fault of the plan
         return ValueError(f"plan must be 'auto' or 'reference' for this call, got 'step', which cannot serve it: {reason}")
     return None
 
@@ -287,7 +296,7 @@ def noise_error(
     if not isinstance(vocab_size, (int, torch.SymInt)) or isinstance(vocab_size, bool):
         return TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
     if _below(vocab_size, 1):
-        return ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+        return ValueError(f"vocab_size must be at least 1, got {_shown(vocab_size)}")
     if draft_to_target is not None:
         found = _tensor("draft_to_target", draft_to_target, device, (torch.int64,), "[V]", (1,))
         if found is None and isinstance(draft_to_target, Tensor):
@@ -300,6 +309,15 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _gpu_reason(index: int) -> str | None:
+    if torch.version.hip is not None:
+        arch = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+        return None if arch == "gfx942" else f"the GPU is {arch}; the fused kernels are made for gfx942"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; the fused kernels need 8.0"
+
+
 @torch.compiler.assume_constant_result
 def device_reason(device: torch.device) -> str | None:
     """Why the fused kernels do not run on a device, or None."""
@@ -307,11 +325,7 @@ def device_reason(device: torch.device) -> str | None:
         return f"base_logits is on a {device.type} device; the fused kernels need a GPU"
     if not has_triton():
         return "Triton is not installed"
-    if torch.version.hip is not None:
-        arch = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return None if arch == "gfx942" else f"the GPU is {arch}; the fused kernels are tested on gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"the GPU has compute capability {major}.{minor}; the fused kernels need 8.0"
+    return _gpu_reason(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def nothing_to_draft(t: Tensor) -> bool:

@@ -7,13 +7,14 @@ reference serves. Importing this module neither imports Triton where it is missi
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from . import guards, reference
+from . import compile_cache, guards, reference
 from .guards import Call
 from .noise import block_log_argument, target_ids
 
@@ -41,24 +42,27 @@ class Tiles(NamedTuple):
 
 # The fastest of those tried at each R on an H200 (V = 163,840, rank 256, K = 7, bf16). Keys do not depend on the shape: every product sums the
 # rank in the same order. Narrow blocks save the noise of rows that do not exist; wide ones read markov_w2 fewer times.
-_TILES = {
+TILES = {
     1: Tiles(1, 64, 2, num_warps=4, num_stages=2),
     4: Tiles(4, 64, 2, num_warps=4, num_stages=2),
     16: Tiles(16, 32, 4, num_warps=4, num_stages=3),
     32: Tiles(32, 64, 4, num_warps=8, num_stages=2),
 }
+# On gfx942 the narrowest and the widest spill registers; none was timed there.
+TILES_GFX942 = {rows: TILES[rows] for rows in (4, 16)}
 # The shape with the most programs: scratch that fits it fits all.
-MOST_PROGRAMS = min(_TILES.values(), key=lambda tiles: tiles.block_v * tiles.tiles)
+MOST_PROGRAMS = min(TILES.values(), key=lambda tiles: tiles.block_v * tiles.tiles)
 
 
 def tiles_for(num_requests: int) -> Tiles:
     """The shape for a batch. A symbolic size takes the one that suits most batches, since a choice would be a guard and so another graph."""
     if not isinstance(num_requests, int):
-        return _TILES[16]
-    return next((tiles for rows, tiles in _TILES.items() if num_requests <= rows), _TILES[32])
+        return TILES[16]
+    shapes = TILES if torch.version.hip is None else TILES_GFX942
+    return next((tiles for rows, tiles in shapes.items() if num_requests <= rows), shapes[max(shapes)])
 
 
-def _block_k(rank: int, dtype: torch.dtype) -> int:
+def block_k(rank: int, dtype: torch.dtype) -> int:
     """How much of the rank one product covers: a power of two that divides it, so that no load of the weights is masked."""
     # FP32 weights are multiplied in full precision on the FP32 units, which hold both operands in registers.
     return min(rank & -rank, 32 if dtype == torch.float32 else 256)
@@ -66,7 +70,7 @@ def _block_k(rank: int, dtype: torch.dtype) -> int:
 
 def _device_of(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The current device for launches: the tensor's own; while a graph is traced there is nothing to launch."""
-    if type(t) in (Tensor, torch.nn.Parameter) and t.is_cuda:
+    if t.is_cuda and guards.runs_now(t):
         return torch.cuda.device(t.device)
     return contextlib.nullcontext()
 
@@ -138,7 +142,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 WRITE_KEYS=keys is not None,
                 BLOCK_R=tiles.block_r,
                 BLOCK_V=tiles.block_v,
-                BLOCK_K=_block_k(rank, call.markov_w1.dtype),
+                BLOCK_K=block_k(rank, call.markov_w1.dtype),
                 TILES=tiles.tiles,
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
@@ -148,7 +152,13 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
 
 
 def launch_noise(
-    seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, vocab_size: int, token_ids: Tensor | None, out: Tensor
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    vocab_size: int,
+    token_ids: Tensor | None,
+    out: Tensor,
+    logarithm: bool = False,
 ) -> None:
     """Launches the noise kernel, which fills `out` [R, K, V]; `token_ids` [V] where they are not 0, 1, 2, ..."""
     num_requests, num_steps = sample_pos.shape
@@ -168,18 +178,19 @@ def launch_noise(
             *_strides2(out),
             MAPPED=token_ids is not None,
             FP64=out.dtype == torch.float64,
+            LOGARITHM=logarithm,
             BLOCK_V=_BLOCK,
             num_warps=4,
         )
 
 
-def _step_major_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
-    """`block_log_argument` by the kernel, laid out so that the noise of a step is contiguous, as the reference reads it."""
+def _negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
+    """`reference.negated_noise` by the kernel, laid out so that the noise of a step is contiguous, as the reference reads it."""
     num_requests, num_steps = sample_pos.shape
     vocab_size = token_ids.shape[0]
     strides = (vocab_size, num_requests * vocab_size, 1)
     out = seeds.new_empty_strided((num_requests, num_steps, vocab_size), strides, dtype=key_dtype(use_fp64))
-    launch_noise(seeds, sample_pos, slots, vocab_size, token_ids, out)
+    launch_noise(seeds, sample_pos, slots, vocab_size, token_ids, out, logarithm=True)
     return out
 
 
@@ -218,11 +229,12 @@ def _sample(
     anchor_ids: Tensor,
     markov_w1: Tensor,
     markov_w2: Tensor,
-    temperature: Tensor | None = None,
-    seeds: Tensor | None = None,
-    sample_pos: Tensor | None = None,
-    idx_mapping: Tensor | None = None,
-    draft_logits: Tensor | None = None,
+    # Without defaults up to the mutated argument: torch 2.11 stumbles over one that the dispatcher leaves out (pytorch#176078).
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    sample_pos: Tensor | None,
+    idx_mapping: Tensor | None,
+    draft_logits: Tensor | None,
     cache_rows: Tensor | None = None,
     noise: Tensor | None = None,
     use_fp64: bool = False,
@@ -256,7 +268,9 @@ def _sample(
     )
     if guards.error(call, plan) is not None:
         return torch.ops.dspark.refuse(*call, plan)
-    chosen, _ = guards.choose(call, plan)
+    chosen, reason = guards.choose(call, plan)
+    if reason is not None and guards.runs_now(base_logits):
+        guards.note_once(reason)  # where a graph is made, the function that users call notes it
     if chosen == "step":
         maxima = base_logits.shape[0] * tiles_for(base_logits.shape[0]).programs(call.num_columns)
         best_key = base_logits.new_empty((maxima,), dtype=key_dtype(use_fp64 and temperature is not None))
@@ -264,22 +278,30 @@ def _sample(
     if guards.device_reason(base_logits.device) is not None:
         return reference.sample(call)
     # One kernel instead of some sixty operations, for the same noise.
-    return reference.sample(call, noise_of=_step_major_noise)
+    return reference.sample(call, noise_of=_negated_noise)
 
 
 markov_sample_sequential = triton_op("dspark::markov_sample_sequential", _sample, mutates_args=("draft_logits",))
 
 
+def _error(*args: Any, **kwargs: Any) -> Exception | None:
+    """What is wrong with the arguments of the op."""
+    bound = inspect.signature(_sample).bind(*args, **kwargs)
+    bound.apply_defaults()  # the dispatcher leaves out trailing arguments that have their default
+    *fields, plan = bound.args
+    return guards.error(Call(*fields), plan)
+
+
 @markov_sample_sequential.register_fake
-def _fake_sample(base_logits: Tensor, *_: object, **__: object) -> Tensor:
-    # Wrong arguments are refused when the graph runs, with the error of an eager call, so a fake must not stumble over them.
+def _fake_sample(base_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # While a graph is made, a fake must not stumble over wrong arguments, which are refused when it runs. Otherwise this serves meta tensors.
+    if guards.runs_now(base_logits) and (error := _error(base_logits, *args, **kwargs)) is not None:
+        raise error
     return base_logits.new_empty(base_logits.shape[:2], dtype=torch.int64)
 
 
-def _refuse(*args: Any) -> Tensor:
-    *fields, plan = args
-    error = guards.error(Call(*fields), plan)
-    raise error if error is not None else RuntimeError("dspark::refuse was called with valid arguments")
+def _refuse(*args: Any, **kwargs: Any) -> Tensor:
+    raise _error(*args, **kwargs) or RuntimeError("dspark::refuse was called with valid arguments")
 
 
 # What a graph holds in place of a call with wrong arguments: it raises the error of the eager call, with actual sizes, when the graph runs.
@@ -289,3 +311,5 @@ _library.define("refuse" + torch.library.infer_schema(_sample, mutates_args=()))
 _library.impl("refuse", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake("dspark::refuse", _fake_sample, lib=_library)
 torch.fx.node.has_side_effect(torch.ops.dspark.refuse.default)
+
+compile_cache.extend_cache_key()

@@ -7,20 +7,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .guards import Call
+from .guards import Call, nothing_to_draft, runs_now
 from .noise import MIN_TEMPERATURE, block_log_argument, target_ids
 
 _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class NoiseOf(Protocol):
-    """Computes the argument of the outer logarithm, [R, K, V]; `block_log_argument` in plain torch, or a kernel."""
+    """Computes the negated noise of a block, [R, K, V]; slots below 0 have none."""
 
     def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor: ...
 
 
+def negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
+    return torch.log(block_log_argument(seeds, sample_pos, slots, token_ids, use_fp64))
+
+
 @torch.no_grad()
-def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = block_log_argument) -> Tensor:
+def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = negated_noise) -> Tensor:
     """Samples the block of a valid call, [R, K] int64, and writes its `draft_logits`.
 
     With `exact_products` the bias is summed in FP64 (the oracle), otherwise by the library in the weights' dtype, with FP32 accumulation.
@@ -33,41 +37,40 @@ def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = bloc
 
 
 def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
-    base = call.base_logits[..., : call.num_columns]
+    base = _rounded(call.base_logits[..., : call.num_columns])
     num_requests, num_steps, vocab = base.shape
-    if num_requests == 0 or num_steps == 0:
+    if nothing_to_draft(base):
         return base.new_empty((num_requests, num_steps), dtype=torch.int64)
     token_ids = target_ids(vocab, call.draft_to_target, base.device)
     sizes = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
     has_slots = call.idx_mapping is not None and bool(sizes) and sizes[0] > 0
-    divisors = log_arguments = None
+    divisors = negated = None
     if has_slots:
         slots, live = _slots(call, sizes[0])
         if call.temperature is not None:
-            divisor, argument = _temperature_and_noise(call, slots, live, token_ids, noise_of)
-            divisors, log_arguments = divisor.unbind(1), torch.log(argument).unbind(1)
+            divisors, negated = (t.unbind(1) for t in _divisor_and_negated_noise(call, slots, live, token_ids, noise_of))
 
     # The library's product serves where it rounds its FP32 sum to the dtype of the logits. FP32 products go through FP64, which no TF32 or
     # reduced-precision switch of the process can change.
     w1, w2 = call.markov_w1, call.markov_w2[:vocab]
     if exact_products or w2.dtype != base.dtype or base.dtype == torch.float32:
-        w2 = w2.double()
+        w2 = _rounded(w2).double()
     w2_t = w2.t()
     anchors = call.anchor_ids.clamp(0, w1.shape[0] - 1)
-    embedding = torch.where((anchors == call.anchor_ids)[:, None], w1[anchors], 0.0)
+    embedding = w1.index_select(0, anchors).masked_fill((anchors != call.anchor_ids)[:, None], 0.0)
     tokens: list[Tensor] = []
     sampled_from: list[Tensor] = []
     for step, base_logits in enumerate(base.unbind(1)):
         if step > 0:
-            embedding = w1[tokens[-1]]
-        bias = embedding.to(w2.dtype) @ w2_t
+            embedding = w1.index_select(0, tokens[-1])
+        bias = torch.mm(_rounded(embedding).to(w2.dtype), w2_t)
         if w2.dtype == torch.float64:
             bias = bias.float().to(base.dtype)  # by way of FP32, which is what an accumulator holds
         logits = _transformed(_rounded(base_logits + _scaled(_rounded(bias), call)), call)
         sampled_from.append(logits)
-        if divisors is not None and log_arguments is not None:
+        if divisors is not None and negated is not None:
             # The divisor is FP32 and so is the quotient, whatever the dtype of the logits; the sum has the precision of the noise.
-            logits = logits / divisors[step] - log_arguments[step]
+            logits = logits / divisors[step] - negated[step]
         tokens.append(_winner(logits, None if call.draft_to_target is None else token_ids))
     if has_slots and call.draft_logits is not None and call.draft_logits.shape[0] > 0:
         _write_cache(call, call.draft_logits, slots, live, token_ids, torch.stack(sampled_from, dim=1))
@@ -75,13 +78,12 @@ def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """`x`, whose rounding to bf16 or fp16 every compiler must carry out.
+    """`x`, whose rounding to bf16 or fp16 every compiler must carry out, be it made here or by the caller in the same graph.
 
     Inductor computes chains of 16-bit operations in FP32 without the roundings between, and merges a product and an addition into one addmm.
     It does neither across arithmetic on the bits; a bare reinterpretation and its inverse it would cancel.
     """
-    runs_op_by_op = type(x) is Tensor and not torch.compiler.is_compiling()
-    if runs_op_by_op or x.dtype == torch.float32:
+    if runs_now(x) or x.dtype == torch.float32:
         return x
     return (x.view(torch.int16) | 0).view(x.dtype)
 
@@ -121,16 +123,16 @@ def _slots(call: Call, num_slots: int) -> tuple[Tensor, Tensor]:
     return slots.expand(num_requests, num_steps), (slots == given).expand(num_requests, num_steps)
 
 
-def _temperature_and_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
-    """Divisor of the logits, [R, K, 1], and argument of the noise's logarithm, [R, K, V]: both 1 for greedy rows."""
+def _divisor_and_negated_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
+    """Divisor of the logits, [R, K, 1], and negated noise, [R, K, V]: 1 and 0 for greedy rows."""
     assert call.temperature is not None
     temperature = call.temperature[slots]
-    sampled = live & (temperature >= MIN_TEMPERATURE)  # False for NaN
-    divisor = torch.where(sampled, temperature, 1.0)[..., None]
+    greedy = ~(live & (temperature >= MIN_TEMPERATURE))  # True for NaN
+    divisor = temperature.masked_fill(greedy, 1.0)[..., None]
     if call.noise is not None:
-        return divisor, torch.where(sampled[..., None], call.noise[..., : call.num_columns], 1.0)
+        return divisor, torch.log(call.noise[..., : call.num_columns]).masked_fill(greedy[..., None], 0.0)
     assert call.seeds is not None and call.sample_pos is not None
-    return divisor, noise_of(call.seeds, call.sample_pos, torch.where(sampled, slots, -1), token_ids, call.use_fp64)
+    return divisor, noise_of(call.seeds, call.sample_pos, slots.masked_fill(greedy, -1), token_ids, call.use_fp64)
 
 
 def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_ids: Tensor, logits: Tensor) -> None:

@@ -48,30 +48,40 @@ def hash_prefix(seed, position, step, START: tl.constexpr):
 
 
 @triton.jit
-def log_argument(low_prefix, high_prefix, token, FP64: tl.constexpr):
-    """The argument of the outer logarithm, `-log(1 - u)` in FP32 or `-log(u)` in FP64, for prefixes and tokens that broadcast.
+def uniform_log(low):
+    """`-log(1 - u)` in FP32, u = (low >> 16) 2^-16 + ((low & 0xFFFF) + 0.5) 2^-32, whose products are exact.
 
-    FP32: u = (h >> 16) 2^-16 + ((h & 0xFFFF) + 0.5) 2^-32, whose products are exact; a series of fused multiply-adds below u = 1/4, else
-    `-log(max(1 - u, 2^-24))`. FP64: u = (n + 0.5) 2^-53 with the top 53 bits n of two hashes, at most 1 - 2^-53.
+    Below u = 1/4 a series of fused multiply-adds, else `-log(max(1 - u, 2^-24))`.
     """
+    u = (low >> 16).to(tl.float32) * (2.0**-16) + ((low & 0xFFFF).to(tl.float32) + 0.5) * (2.0**-32)
+    series = tl.full(u.shape, _C8, tl.float32)
+    series = tl.fma(series, u, tl.full(u.shape, _C7, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C6, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C5, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C4, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C3, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C2, tl.float32))
+    series = tl.fma(series, u, tl.full(u.shape, _C1, tl.float32))
+    return tl.where(u < 0.25, u * series, -tl.log(tl.maximum(1.0 - u, 2.0**-24)))
+
+
+@triton.jit
+def uniform_log_fp64(low, high):
+    """`-log(u)` in FP64, u = (n + 0.5) 2^-53 of the top 53 bits n of the two hashes, at most 1 - 2^-53."""
+    bits = (high.to(tl.uint64) << 21) | (low >> 11).to(tl.uint64)
+    u = (bits.to(tl.float64) + 0.5) * (2.0**-53)
+    return -tl.log(tl.minimum(u, 1.0 - 2.0**-53))
+
+
+@triton.jit
+def log_argument(low_prefix, high_prefix, token, FP64: tl.constexpr):
+    """The argument of the outer logarithm for prefixes and tokens that broadcast; `high_prefix` counts with FP64 only."""
     mixed = premix(token)
     low = finalize(absorb(low_prefix, mixed))
     if FP64:
-        high = finalize(absorb(high_prefix, mixed))
-        bits = (high.to(tl.uint64) << 21) | (low >> 11).to(tl.uint64)
-        u = (bits.to(tl.float64) + 0.5) * (2.0**-53)
-        return -tl.log(tl.minimum(u, 1.0 - 2.0**-53))
+        return uniform_log_fp64(low, finalize(absorb(high_prefix, mixed)))
     else:
-        u = (low >> 16).to(tl.float32) * (2.0**-16) + ((low & 0xFFFF).to(tl.float32) + 0.5) * (2.0**-32)
-        series = tl.full(u.shape, _C8, tl.float32)
-        series = tl.fma(series, u, tl.full(u.shape, _C7, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C6, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C5, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C4, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C3, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C2, tl.float32))
-        series = tl.fma(series, u, tl.full(u.shape, _C1, tl.float32))
-        return tl.where(u < 0.25, u * series, -tl.log(tl.maximum(1.0 - u, 2.0**-24)))
+        return uniform_log(low)
 
 
 @triton.jit

@@ -25,9 +25,13 @@ def noise_kernel(
     noise_stride_k,
     MAPPED: tl.constexpr,
     FP64: tl.constexpr,
+    LOGARITHM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (r K + i, block) writes the arguments of the outer logarithm of row r and step i (`gumbel.log_argument`); inert rows get 1."""
+    """Program (r K + i, block) writes the arguments of the outer logarithm of row r and step i (`gumbel.log_argument`); inert rows get 1.
+
+    With LOGARITHM it writes their logarithm, the negated noise, for keys that are summed elsewhere.
+    """
     row_step = tl.program_id(0).to(tl.int64)
     row = row_step // num_steps
     step = row_step % num_steps
@@ -45,4 +49,7 @@ def noise_kernel(
     if MAPPED:
         token = tl.load(token_ids_ptr + v, mask=ok, other=0)
     argument = log_argument(low_prefix, high_prefix, token, FP64)
-    tl.store(noise_ptr + row * noise_stride_r + step * noise_stride_k + v, tl.where(live, argument, 1.0), mask=ok)
+    argument = tl.where(live, argument, 1.0)
+    if LOGARITHM:
+        argument = tl.log(argument)
+    tl.store(noise_ptr + row * noise_stride_r + step * noise_stride_k + v, argument, mask=ok)

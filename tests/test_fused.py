@@ -1,0 +1,137 @@
+"""`FusedMarkov`: the results of the function, eager and captured, with noise that was forked and without."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from cases import Arguments, case, gpu, needs_compiler, oracle, same_bits, to
+
+from dspark_ops import FusedMarkov
+from dspark_ops.fused import NOISE_ROWS
+
+pytestmark = needs_compiler
+every_device = pytest.mark.parametrize("device", [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)])
+
+
+def _fork(fused: FusedMarkov, args: Arguments) -> None:
+    fused.fork_noise(args["seeds"], args["sample_pos"], args["idx_mapping"])
+
+
+@every_device
+@pytest.mark.parametrize("use_fp64", [False, True])
+def test_results_are_those_of_the_function(device: str, use_fp64: bool) -> None:
+    fused = FusedMarkov(700, 16, 17, device, use_fp64)
+    for rows in (5, 17, 1):
+        for fork in (True, False):
+            args = to(device, {**case(rows=rows), "use_fp64": use_fp64})
+            expected, expected_cache = oracle(args)
+            if fork:
+                _fork(fused, args)
+            assert torch.equal(fused.run(**args).cpu(), expected)
+            assert same_bits(args["draft_logits"].cpu(), expected_cache)
+
+
+@every_device
+def test_unfused_options_work_too(device: str) -> None:
+    fused = FusedMarkov(700, 16, 5, device)
+    args = to(device, case())
+    scaled = {**args, "bias_scale": 0.5}
+    expected, _ = oracle(scaled)
+    _fork(fused, args)
+    assert torch.equal(fused.run(**scaled).cpu(), expected)
+    args["draft_to_target"] = torch.zeros(700, dtype=torch.int64, device=device)
+    _fork(fused, args)
+    assert torch.equal(fused.run(**args).cpu(), oracle(args)[0])
+
+
+@every_device
+def test_noise_serves_one_block(device: str) -> None:
+    """A block that was not forked for must not get the noise of the one before."""
+    fused = FusedMarkov(700, 16, 5, device)
+    first, second = to(device, case(seed=1)), to(device, case(seed=2))
+    expected = oracle(second)[0]
+    _fork(fused, first)
+    fused.join()
+    fused.run(**first)
+    assert torch.equal(fused.run(**second).cpu(), expected)
+
+
+def test_noise_rows() -> None:
+    fused = FusedMarkov(8, 16, 64, "cpu")
+    assert fused.noise_rows(9, 7) == 63 and fused.noise_rows(64, 1) == NOISE_ROWS and fused.noise_rows(5, 13) == 0
+    assert FusedMarkov(8, 16, 64, "cpu", use_fp64=True).noise_rows(1, 7) == 0
+    args = case(rows=22)
+    big = FusedMarkov(700, 16, 22, "cpu")
+    assert big.noise_rows(22, 3) == 0
+    _fork(big, args)  # nothing is launched
+    expected = oracle(args)[0]
+    assert torch.equal(big.run(**args), expected)
+
+
+def test_one_object_a_speculator() -> None:
+    class Speculator:
+        pass
+
+    one, other = Speculator(), Speculator()
+    first = FusedMarkov.of(one, 8, 16, 4, "cpu")
+    assert FusedMarkov.of(one, 8, 16, 3, "cpu") is first
+    assert FusedMarkov.of(other, 8, 16, 4, "cpu") is not first, "two speculators never share scratch"
+    assert FusedMarkov.of(one, 9, 16, 4, "cpu") is not first
+    larger = FusedMarkov.of(one, 8, 16, 5, "cpu")
+    assert larger is not first and FusedMarkov.of(one, 8, 16, 4, "cpu") is larger
+    sampler = weakref.ref(larger)
+    del one, first, larger
+    gc.collect()
+    assert sampler() is None, "the scratch goes with its speculator"
+
+
+def test_wrong_arguments_name_themselves() -> None:
+    with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
+        FusedMarkov(8, 16, 0, "cpu")
+    fused = FusedMarkov(700, 16, 4, "cpu")
+    with pytest.raises(ValueError, match="requests in base_logits must fit this FusedMarkov .* got 5"):
+        fused.run(**case())
+    with pytest.raises(ValueError, match="rank of markov_w1 must fit"):
+        fused.run(**case(rows=2, rank=32))
+    with pytest.raises(TypeError, match="^seeds must be"):
+        fused.fork_noise(torch.arange(3, dtype=torch.int32), torch.ones(2, 3, dtype=torch.int64), torch.arange(2))
+    _fork(fused, case(rows=3))
+    with pytest.raises(ValueError, match="R and K of fork_noise"):
+        fused.run(**case(rows=2))
+
+
+@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_captured_blocks_replay_with_rewritten_inputs(device: str, fork: bool) -> None:
+    rows, steps, vocab, hidden = 5, 3, 700, 64
+    fused = FusedMarkov(vocab, 16, 8, device)
+    static = to(device, case(rows=rows, steps=steps, vocab=vocab))
+    states = torch.randint(-4, 5, (rows, steps, hidden), device=device).bfloat16()
+    lm_head = torch.randint(-4, 5, (vocab, hidden), device=device).bfloat16() / 8
+
+    def block() -> torch.Tensor:
+        if fork:
+            _fork(fused, static)
+        args = {**static, "base_logits": states @ lm_head.t()}
+        return fused.run(**args)
+
+    for _ in range(2):
+        block()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = block()
+    for seed in range(20):
+        fresh = to(device, case(rows=rows, steps=steps, vocab=vocab, seed=seed))
+        for name in ("anchor_ids", "temperature", "seeds", "sample_pos", "idx_mapping", "draft_logits", "markov_w1", "markov_w2"):
+            static[name].copy_(fresh[name])
+        states.copy_(torch.randint(-4, 5, states.shape, device=device))
+        junk = torch.full((rows, steps, vocab), 9.0, device=device)  # allocations between replays must not matter
+        graph.replay()
+        expected, expected_cache = oracle({**fresh, "base_logits": states @ lm_head.t()})
+        assert torch.equal(tokens.cpu(), expected), seed
+        assert same_bits(static["draft_logits"].cpu(), expected_cache), seed
+        del junk

@@ -1,0 +1,284 @@
+"""The operators under opcheck, torch.compile, export and the compile cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path as FilePath
+from typing import Any
+
+import pytest
+import torch
+from cases import Arguments, case, gpu, needs_compiler, oracle, same_bits, same_layout, to
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+import dspark_ops
+from dspark_ops import guards
+
+pytestmark = needs_compiler
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)]
+every_device = pytest.mark.parametrize("device", DEVICES)
+SUBTESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilations() -> None:
+    torch._dynamo.reset()
+
+
+def _layouts(args: Arguments) -> list[Arguments]:
+    base = args["base_logits"]
+    wide = torch.full((7, base.shape[1] + 1, base.shape[2] + 8), -7.0, dtype=base.dtype, device=base.device)
+    return [{}, {"base_logits": base.transpose(0, 1).contiguous().transpose(0, 1), "draft_logits": wide[:, :, : base.shape[2]]}]
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_opcheck(device: str, dtype: torch.dtype) -> None:
+    args = to(device, case(rows=3, steps=2, vocab=97, slots=7, logits=dtype, weights=dtype))
+    plans = ["auto"] if device == "cpu" else ["step", "reference"]
+    for plan in plans:
+        for layout in _layouts(args):
+            for cache in (True, False):
+                call = {**args, **layout, "plan": plan} | ({} if cache else {"draft_logits": None})
+                torch.library.opcheck(torch.ops.dspark.markov_sample_sequential.default, (), call, test_utils=SUBTESTS)
+
+
+@every_device
+def test_opcheck_of_options_and_zero_sizes(device: str) -> None:
+    op = torch.ops.dspark.markov_sample_sequential.default
+    plain = case(rows=3, steps=2, vocab=97, slots=7)
+    for change in (
+        case(rows=0, steps=2, vocab=97, slots=7),
+        case(rows=3, steps=0, vocab=97, slots=7),
+        {"use_fp64": True},
+        {"vocab_size": 90},
+        {"cache_rows": torch.arange(7, dtype=torch.int32)},
+        {"draft_to_target": torch.arange(97).flip(0) - torch.arange(97)},
+        {"noise": torch.rand(3, 2, 97) + 0.1, "seeds": None},
+        {"bias_scale": 0.5, "output_scale": 2.0, "draft_logits": None},
+        {"temperature": None, "seeds": None, "sample_pos": None, "idx_mapping": None, "draft_logits": None},
+        {"markov_w1": torch.nn.Parameter(plain["markov_w1"]), "markov_w2": torch.nn.Parameter(plain["markov_w2"])},
+    ):
+        torch.library.opcheck(op, (), to(device, {**plain, **change}), test_utils=SUBTESTS)
+    slots = [plain[name].to(device) for name in ("seeds", "sample_pos", "idx_mapping")]
+    torch.library.opcheck(torch.ops.dspark.markov_noise.default, (*slots, 97), test_utils=SUBTESTS)
+
+
+def _batch(rows: int, device: str = "cpu") -> Arguments:
+    """A batch of one drafter: what does not depend on R is the same."""
+    args = to(device, case(rows=64, steps=3, vocab=97, slots=70))
+    return args | {name: args[name][:rows] for name in ("base_logits", "anchor_ids", "sample_pos", "idx_mapping")}
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("mark", "batches", "graphs"),
+    [("", (1, 2, 7, 16, 64, 33), 2), ("dynamic", (2, 1, 7, 16, 64, 33), 2), ("dynamic", (33, 64, 2, 8, 1), 2), ("unbacked", (3, 1, 64, 2), 1)],
+)
+def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[int, ...], graphs: int) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, backend=counter, fullgraph=True)
+    for rows in batches:
+        args = _batch(rows, device)
+        for name in ("base_logits", "anchor_ids", "sample_pos", "idx_mapping"):
+            if mark == "unbacked":
+                torch._dynamo.decorators.mark_unbacked(args[name], 0)
+            elif mark == "dynamic" and rows > 1:
+                torch._dynamo.mark_dynamic(args[name], 0)
+        tokens = compiled(**args)
+        expected, expected_cache = oracle(_batch(rows))
+        assert torch.equal(tokens.cpu(), expected) and same_bits(args["draft_logits"].cpu(), expected_cache)
+    assert counter.frame_count <= graphs
+
+
+def test_everything_symbolic_gives_the_same() -> None:
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows, steps, vocab, rank in ((3, 2, 97, 16), (4, 3, 111, 32)):
+        args = case(rows=rows, steps=steps, vocab=vocab, rank=rank)
+        assert torch.equal(compiled(**{**args, "draft_logits": args["draft_logits"].clone()}), oracle(args)[0])
+
+
+def test_metadata_and_flags_are_guards() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, backend=counter, fullgraph=True)
+    args = case(rows=3, steps=2, vocab=97)
+    changes: list[Arguments] = [
+        {},
+        {"base_logits": args["base_logits"].float(), "draft_logits": args["draft_logits"].float()},
+        {"base_logits": args["base_logits"].transpose(0, 1).contiguous().transpose(0, 1)},
+        {"use_fp64": True},
+        {"vocab_size": 90},
+        {"draft_logits": None},
+        {"plan": "reference"},
+    ]
+    for graphs, change in enumerate(changes, start=1):
+        for _ in range(2):
+            call = {**args, **change}
+            cache = call["draft_logits"]
+            tokens = compiled(**(call if cache is None else {**call, "draft_logits": same_layout(cache)}))
+            call.pop("plan", None)
+            assert torch.equal(tokens, oracle(call)[0])
+        assert counter.frame_count == graphs
+
+
+@every_device
+@pytest.mark.parametrize("plan", ["auto", "reference"])
+def test_generated_code_neither_clones_nor_copies_the_cache(device: str, plan: str, caplog: pytest.LogCaptureFixture) -> None:
+    args = to(device, case(rows=3, steps=2, vocab=513, slots=29))
+    expected, expected_cache = oracle(args)
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        tokens, code = run_and_get_code(compiled, **args, plan=plan)
+    assert torch.equal(tokens.cpu(), expected) and same_bits(args["draft_logits"].cpu(), expected_cache)
+    calls = "\n".join(line for text in code for line in text.splitlines() if "empty_strided" in line and "=" in line)
+    assert "(3, 2" in calls, "the buffer of the tokens must be there, or the search finds nothing"
+    assert "29, 2, 513" not in calls and "(58, 513" not in calls and "29754" not in calls, "no buffer of the size of the cache"
+    assert not any("clone" in line and "arg" in line for text in code for line in text.splitlines())
+    assert "assuming every input is mutated" not in caplog.text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_carry_auto(strict: bool, tmp_path: FilePath) -> None:
+    class Drafter(torch.nn.Module):
+        def __init__(self, args: Arguments) -> None:
+            super().__init__()
+            for name in ("markov_w1", "markov_w2", "draft_logits"):
+                self.register_buffer(name, args[name].clone())
+
+        def forward(self, base_logits: torch.Tensor, **rest: Any) -> torch.Tensor:
+            return dspark_ops.markov_sample_sequential(
+                base_logits, markov_w1=self.markov_w1, markov_w2=self.markov_w2, draft_logits=self.draft_logits, **rest
+            )
+
+    args = case(rows=3, steps=2, vocab=97)
+    given = {name: args[name] for name in ("base_logits", "anchor_ids", "temperature", "seeds", "sample_pos", "idx_mapping")}
+    program = torch.export.export(Drafter(args), (), given, strict=strict)
+    (node,) = [node for node in program.graph.nodes if node.target is torch.ops.dspark.markov_sample_sequential.default]
+    assert "step" not in node.args and "reference" not in node.args
+    torch.export.save(program, tmp_path / "drafter.pt2")
+    loaded = torch.export.load(tmp_path / "drafter.pt2").module()
+    expected, expected_cache = oracle(args)
+    assert torch.equal(loaded(**given), expected)
+    assert expected_cache is not None and same_bits(loaded.draft_logits, expected_cache)
+
+
+def _graph(args: Arguments) -> torch.fx.GraphModule:
+    """The graph that a compiler gets for a call; the compilation ends there."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def capture(graph: torch.fx.GraphModule, _: object) -> None:
+        graphs.append(graph)
+        raise InterruptedError
+
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, backend=aot_autograd(fw_compiler=capture), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="InterruptedError"):
+        compiled(**args)
+    return graphs[0]
+
+
+def _operators(graph: torch.fx.GraphModule) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target))
+
+
+@pytest.fixture
+def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Fake tensors on a GPU of compute capability 9.0, and the stub of a driver that Triton asks for its target."""
+    triton = pytest.importorskip("triton")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(guards, "device_reason", lambda device: None)
+    with FakeTensorMode() as mode:
+
+        def fake(args: Arguments) -> Arguments:
+            return {
+                name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+                for name, x in args.items()
+            }
+
+        yield fake
+        del mode
+
+
+def test_the_compiler_sees_two_kernels_a_step(cuda_without_a_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    graph = _graph(cuda_without_a_gpu(case(rows=3, steps=2, vocab=97)))
+    assert _operators(graph) == {"triton_kernel_wrapper_functional": 4, "aten.new_empty.default": 3}
+    mutated = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert mutated == [["draft_logits_ptr", "best_key_ptr", "best_token_ptr"], ["tokens_ptr"]] * 2
+    assert "assuming every input is mutated" not in caplog.text
+
+
+def test_without_a_cache_nothing_of_the_users_is_mutated(cuda_without_a_gpu: Any) -> None:
+    graph = _graph(cuda_without_a_gpu(case(rows=3, steps=2, vocab=97, cached=False)))
+    mutated = {name for node in graph.graph.nodes for name in node.kwargs.get("tensors_to_clone", ())}
+    assert mutated == {"best_key_ptr", "best_token_ptr", "tokens_ptr"}
+
+
+def test_golden_graph_of_the_fallback() -> None:
+    """What Inductor gets: the roundings are arithmetic on bits, the products stand alone, the cache is written once."""
+    expecttest = pytest.importorskip("expecttest")
+    telling = ("mm", "addmm", "add", "bitwise_or", "index_put", "index_put_", "argmax", "log", "div", "sub", "clone", "copy")
+    operators = Counter(
+        {name: count for name, count in _operators(_graph(case(rows=3, steps=2, vocab=97, cached=True))).items() if name.split(".")[1] in telling}
+    )
+
+    class Golden(expecttest.TestCase):
+        def runTest(self) -> None:
+            self.assertExpectedInline("\n".join(f"{count} {name}" for name, count in sorted(operators.items())), """\
+16 aten.add.Tensor
+3 aten.argmax.default
+4 aten.bitwise_or.Scalar
+8 aten.bitwise_or.Tensor
+2 aten.div.Tensor
+1 aten.index_put.default
+2 aten.log.default
+2 aten.mm.default
+3 aten.sub.Tensor""")
+
+    Golden().runTest()
+
+
+_TWO_PROCESSES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, dspark_ops
+if sys.argv[2] == "untagged":
+    torch.compiler.config.cache_key_tag = ""
+logits, ids, weights = torch.zeros(2, 1, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(8, 16)
+none = dict.fromkeys(("temperature", "seeds", "sample_pos", "idx_mapping"))
+print(torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True)(logits, ids, weights, weights, **none).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_an_edited_package_meets_no_stale_graph(tmp_path: FilePath) -> None:
+    package = FilePath(dspark_ops.__file__).parent
+    for copy in ("original", "edited"):
+        shutil.copytree(package, tmp_path / copy / "dspark_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    source = tmp_path / "edited" / "dspark_ops" / "reference.py"
+    text = source.read_text()
+    edited = text.replace("return torch.stack(tokens, dim=1)", "return torch.stack(tokens, dim=1) + 5")
+    assert edited != text
+    source.write_text(edited)
+
+    def run(copy: str, tag: str) -> str:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"cache-{tag}"), "PYTHONPATH": ""}
+        command = [sys.executable, "-c", _TWO_PROCESSES, str(tmp_path / copy), tag]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert [run("original", "tagged"), run("edited", "tagged")] == ["[[0], [0]]", "[[5], [5]]"]
+    # The fault is there to be met: without the tag the edited package gets the graph of the original.
+    assert [run("original", "untagged"), run("edited", "untagged")] == ["[[0], [0]]", "[[0], [0]]"]
