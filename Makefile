@@ -3,15 +3,22 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-gpu lint bench clean
+.PHONY: demo test test-compiled test-interpreted test-slow test-gpu lint bench clean
 
 demo: .venv/installed-test
 	$(VENV)/python examples/compiled_drafter.py
 
-# Triton's interpreter replaces its compiler for a whole process, so the tests of the kernels on the CPU have one of their own.
 test: .venv/installed-test
+	$(MAKE) --jobs=2 test-compiled test-interpreted
+
+test-compiled:
 	$(VENV)/python -m pytest --doctest-modules -m "not slow and not gpu" dspark_ops tests
-	TRITON_INTERPRET=1 $(VENV)/python -m pytest -m "not slow and not gpu" -k interpreted tests
+
+# Triton's interpreter replaces its compiler for a whole process, so the tests of the kernels on the CPU have one of their own. It runs beside
+# the other tests and prints when it is done.
+test-interpreted:
+	@TRITON_INTERPRET=1 $(VENV)/python -m pytest -m "not slow and not gpu" -k interpreted tests > .venv/interpreted.log 2>&1; \
+	status=$$?; cat .venv/interpreted.log; exit $$status
 
 test-slow: .venv/installed-test
 	$(VENV)/python -m pytest -m "slow and not gpu" tests

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import guards
-from . import ops as _  # registers the operators
+from . import ops as _ops  # noqa: F401  # registers the operators
 from .guards import Call
 
 P = ParamSpec("P")

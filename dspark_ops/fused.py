@@ -60,9 +60,7 @@ class FusedMarkov:
                 self._noise = torch.empty((min(NOISE_ROWS, 16 * max_rows), vocab), dtype=torch.float32, device=self.device)
 
     @classmethod
-    def of(
-        cls, owner: object, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False
-    ) -> FusedMarkov:
+    def of(cls, owner: object, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> FusedMarkov:
         """The sampler of a speculator: made on the first call, the same object after, a larger one once a larger batch is announced.
 
         Args: `owner` is the speculator, any weakly referenceable object; the others as for the class.

@@ -67,12 +67,12 @@ def runs_now(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
-def _differs(a: int, b: int) -> bool:
+def _differs(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two sizes differ; a size that is known at run time only is taken to fit."""
     return guard_or_false(a != b)
 
 
-def _below(a: int, b: int) -> bool:
+def _below(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return guard_or_false(a < b)
 
 
@@ -101,14 +101,14 @@ def _tensor(
     return None
 
 
-def _size(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
+def _size(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Exception | None:
     """What is wrong with one size of an argument, where `source` says what the size comes from."""
     if _differs(t.shape[dim], size):
         return ValueError(f"{name} must be {layout} with {source} = {_shown(size)}, got shape {tuple(t.shape)}")
     return None
 
 
-def _reach(name: str, t: Tensor, dim: int, layout: str, size: int, source: str) -> Exception | None:
+def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Exception | None:
     if _below(t.shape[dim], size):
         return ValueError(f"{name} must be {layout}, at least {_shown(size)} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
     return None
@@ -157,7 +157,8 @@ def _weights_error(call: Call) -> Exception | None:
             error = _size("draft_to_target", call.draft_to_target, 0, "[V]", base.shape[2], "V of base_logits")
         elif error is None and _differs(w1.shape[0], w2.shape[0]):
             error = ValueError(
-                f"markov_w1 must have as many rows as markov_w2 ({_shown(w2.shape[0])}), got {_shown(w1.shape[0])}; pass draft_to_target where the draft "
+                f"markov_w1 must have as many rows as markov_w2 ({_shown(w2.shape[0])}), got {_shown(w1.shape[0])}; pass "
+                "draft_to_target where the draft "
                 "vocabulary is a reduced one, or vocab_size where it is padded"
             )
         return error
@@ -177,7 +178,7 @@ def _slots_error(call: Call) -> Exception | None:
     """What is wrong with the arguments of the request slots: temperature, seeds, positions, mapping and precomputed noise."""
     base = call.base_logits
     device = base.device
-    needed = ()
+    needed: tuple[str, ...] = ()
     if call.temperature is not None:
         needed = ("idx_mapping",) if call.noise is not None else ("idx_mapping", "seeds", "sample_pos")
     elif call.draft_logits is not None:
@@ -187,12 +188,13 @@ def _slots_error(call: Call) -> Exception | None:
             return ValueError(
                 f"{name} must be a tensor where {'draft_logits' if call.temperature is None else 'temperature'} is given, got None"
             )
-    slots = None  # S and the argument that it comes from
-    for name, t, dtypes in (
+    slots: tuple[int, str] | None = None  # S and the argument that it comes from
+    per_slot: tuple[tuple[str, Tensor | None, tuple[torch.dtype, ...]], ...] = (
         ("temperature", call.temperature, (torch.float32,)),
         ("seeds", call.seeds, (torch.int64,)),
         ("cache_rows", call.cache_rows, INTS),
-    ):
+    )
+    for name, t, dtypes in per_slot:
         if t is None:
             continue
         error = _tensor(name, t, device, dtypes, "[S]", (1,))
@@ -201,10 +203,11 @@ def _slots_error(call: Call) -> Exception | None:
         if error is not None:
             return error
         slots = (t.shape[0], name)
-    for name, t, layouts, dims in (
+    per_row: tuple[tuple[str, Tensor | None, str, tuple[int, ...]], ...] = (
         ("sample_pos", call.sample_pos, "[R, K]", (2,)),
         ("idx_mapping", call.idx_mapping, "[R] or [R, K]", (1, 2)),
-    ):
+    )
+    for name, t, layouts, dims in per_row:
         if t is None:
             continue
         error = _tensor(name, t, device, INTS, layouts, dims) or _size(name, t, 0, layouts, base.shape[0], "R of base_logits")
@@ -273,9 +276,7 @@ def error(call: Call, plan: str) -> Exception | None:
     return None
 
 
-def noise_error(
-    seeds: object, sample_pos: object, idx_mapping: object, vocab_size: object, draft_to_target: object
-) -> Exception | None:
+def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_size: object, draft_to_target: object) -> Exception | None:
     """The TypeError or ValueError that a call of `markov_noise` deserves, or None."""
     if not isinstance(seeds, Tensor):
         return TypeError(f"seeds must be a torch.Tensor, got {type(seeds).__name__}")

@@ -83,9 +83,7 @@ def uniform_log_fp64(low: Tensor, high: Tensor) -> Tensor:
     return -torch.log(u.clamp(max=1 - 2.0**-53))
 
 
-def log_argument(
-    seeds: Tensor, positions: Tensor, token_ids: Tensor, step: Tensor | int, use_fp64: bool = False
-) -> Tensor:
+def log_argument(seeds: Tensor, positions: Tensor, token_ids: Tensor, step: Tensor | int, use_fp64: bool = False) -> Tensor:
     """The argument of the outer logarithm, positive and finite: Gumbel noise is `-log` of it.
 
     Args: those of `gumbel_noise`. Returns: FP32 (FP64 with `use_fp64`), [*rows, *token_ids.shape].
@@ -102,9 +100,7 @@ def target_ids(vocab_size: int, draft_to_target: Tensor | None, device: torch.de
     return ids if draft_to_target is None else ids + draft_to_target[:vocab_size]
 
 
-def block_log_argument(
-    seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, token_ids: Tensor, use_fp64: bool
-) -> Tensor:
+def block_log_argument(seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
     """`log_argument` of all rows and steps of a block, [R, K, V]; inert rows get 1, whose noise is 0."""
     num_slots = seeds.shape[0]
     slots = (idx_mapping[:, None] if idx_mapping.dim() == 1 else idx_mapping).expand(sample_pos.shape)
@@ -115,9 +111,7 @@ def block_log_argument(
     return torch.where(live[..., None], log_argument(slot_seeds, sample_pos, token_ids, steps, use_fp64), 1.0)
 
 
-def gumbel_noise(
-    seeds: Tensor, positions: Tensor, token_ids: Tensor, *, step: Tensor | int, use_fp64: bool = False
-) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, *, step: Tensor | int, use_fp64: bool = False) -> Tensor:
     """Gumbel noise of the draft at one step, in plain torch: add it to `logits / temperature` and take the argmax.
 
     The formula is Gumbel-max sampling with the counter-based noise of vLLM's DSpark speculator (release 0.33): Murmur3 x86_32 over seed,

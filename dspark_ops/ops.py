@@ -48,24 +48,34 @@ TILES = {
     16: Tiles(16, 32, 4, num_warps=4, num_stages=3),
     32: Tiles(32, 64, 4, num_warps=8, num_stages=2),
 }
-# On gfx942 the narrowest and the widest spill registers; none was timed there.
-TILES_GFX942 = {rows: TILES[rows] for rows in (4, 16)}
 # The shape with the most programs: scratch that fits it fits all.
 MOST_PROGRAMS = min(TILES.values(), key=lambda tiles: tiles.block_v * tiles.tiles)
 
 
-def tiles_for(num_requests: int) -> Tiles:
-    """The shape for a batch. A symbolic size takes the one that suits most batches, since a choice would be a guard and so another graph."""
+def shapes(hip: bool, *dtypes: torch.dtype) -> dict[int, Tiles]:
+    """The shapes that serve logits and weights of these dtypes, by the largest batch of each: those whose registers do not spill."""
+    wide = not hip and torch.float32 not in dtypes
+    return {rows: tiles for rows, tiles in TILES.items() if (rows <= 16 or wide) and (rows > 1 or not hip)}
+
+
+def tiles_for(call: Call) -> Tiles:
+    """The shape for a call. A symbolic batch takes the one that suits most, since a choice would be a guard and so another graph."""
+    num_requests = call.base_logits.shape[0]
     if not isinstance(num_requests, int):
         return TILES[16]
-    shapes = TILES if torch.version.hip is None else TILES_GFX942
-    return next((tiles for rows, tiles in shapes.items() if num_requests <= rows), shapes[max(shapes)])
+    fitting = shapes(torch.version.hip is not None, call.base_logits.dtype, call.markov_w1.dtype)
+    return next((tiles for rows, tiles in fitting.items() if num_requests <= rows), fitting[max(fitting)])
 
 
 def block_k(rank: int, dtype: torch.dtype) -> int:
     """How much of the rank one product covers: a power of two that divides it, so that no load of the weights is masked."""
-    # FP32 weights are multiplied in full precision on the FP32 units, which hold both operands in registers.
-    return min(rank & -rank, 32 if dtype == torch.float32 else 256)
+    # In wider parts registers would spill; FP32 weights are multiplied from registers.
+    return min(rank & -rank, 16 if dtype == torch.float32 else 256 if rank <= 256 else 128)
+
+
+def num_stages(tiles: Tiles, rank: int, dtype: torch.dtype) -> int:
+    """Depth of the pipeline of markov_w2's tiles: none for FP32, whose registers would spill, nor for tiles of a few hundred bytes."""
+    return 1 if dtype == torch.float32 or rank < 64 else tiles.num_stages
 
 
 def _device_of(t: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -89,7 +99,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
     tokens = base.new_empty((num_requests, num_steps), dtype=torch.int64)
     vocab_size = call.num_columns
     rank = call.markov_w1.shape[1]
-    tiles = tiles_for(num_requests)
+    tiles = tiles_for(call)
     programs = tiles.programs(vocab_size)
     # An argument left out is a pointer that the kernel's flags keep it from using.
     unused = call.anchor_ids
@@ -145,7 +155,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 BLOCK_K=block_k(rank, call.markov_w1.dtype),
                 TILES=tiles.tiles,
                 num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
+                num_stages=num_stages(tiles, rank, call.markov_w1.dtype),
             )
             wrap_triton(select_kernel)[(num_requests,)](best_key, best_token, tokens, programs, num_steps, step, BLOCK=_BLOCK)
     return tokens
@@ -272,7 +282,7 @@ def _sample(
     if reason is not None and guards.runs_now(base_logits):
         guards.note_once(reason)  # where a graph is made, the function that users call notes it
     if chosen == "step":
-        maxima = base_logits.shape[0] * tiles_for(base_logits.shape[0]).programs(call.num_columns)
+        maxima = base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
         best_key = base_logits.new_empty((maxima,), dtype=key_dtype(use_fp64 and temperature is not None))
         return launch_steps(call, best_key, base_logits.new_empty((maxima,), dtype=torch.int32))
     if guards.device_reason(base_logits.device) is not None:
@@ -292,7 +302,7 @@ def _error(*args: Any, **kwargs: Any) -> Exception | None:
     return guards.error(Call(*fields), plan)
 
 
-@markov_sample_sequential.register_fake
+@torch.library.register_fake("dspark::markov_sample_sequential")
 def _fake_sample(base_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # While a graph is made, a fake must not stumble over wrong arguments, which are refused when it runs. Otherwise this serves meta tensors.
     if guards.runs_now(base_logits) and (error := _error(base_logits, *args, **kwargs)) is not None:

@@ -89,14 +89,14 @@ def test_one_object_a_speculator() -> None:
 
 
 def test_wrong_arguments_name_themselves() -> None:
-    with pytest.raises(ValueError, match="^max_rows must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"^max_rows must be at least 1, got 0"):
         FusedMarkov(8, 16, 0, "cpu")
     fused = FusedMarkov(700, 16, 4, "cpu")
-    with pytest.raises(ValueError, match="requests in base_logits must fit this FusedMarkov .* got 5"):
+    with pytest.raises(ValueError, match=r"requests in base_logits must fit this FusedMarkov .* got 5"):
         fused.run(**case())
     with pytest.raises(ValueError, match="rank of markov_w1 must fit"):
         fused.run(**case(rows=2, rank=32))
-    with pytest.raises(TypeError, match="^seeds must be"):
+    with pytest.raises(TypeError, match=r"^seeds must be"):
         fused.fork_noise(torch.arange(3, dtype=torch.int32), torch.ones(2, 3, dtype=torch.int64), torch.arange(2))
     _fork(fused, case(rows=3))
     with pytest.raises(ValueError, match="R and K of fork_noise"):

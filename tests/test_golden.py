@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dspark_ops
 
+
 @pytest.fixture(autouse=True)
 def _forget_compilations() -> None:
     torch._dynamo.reset()

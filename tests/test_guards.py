@@ -143,11 +143,11 @@ def test_noise_names_its_wrong_arguments() -> None:
         ("vocab_size", ValueError, (seeds, positions, slots, 0)),
     ]:
         for function in (dspark_ops.markov_noise, torch.ops.dspark.markov_noise):
-            with pytest.raises(error, match=f"^{name} must"):
+            with pytest.raises(error, match=rf"^{name} must"):
                 function(*call)
-    with pytest.raises(TypeError, match="^seeds must be int64"):
+    with pytest.raises(TypeError, match=r"^seeds must be int64"):
         dspark_ops.gumbel_noise(seeds.int(), positions[0, :1], torch.arange(5), step=0)
-    with pytest.raises(TypeError, match="^positions must"):
+    with pytest.raises(TypeError, match=r"^positions must"):
         dspark_ops.gumbel_noise(seeds, seeds.float(), torch.arange(5), step=0)
 
 
@@ -191,7 +191,7 @@ def test_why_not_and_the_op_agree(word: str, change: Any, monkeypatch: pytest.Mo
     reason = dspark_ops.why_not(**args)
     assert reason is not None and word in reason
     if args["base_logits"].numel() > 0:  # an empty batch is served by any plan
-        with pytest.raises(ValueError, match="plan must be 'auto' or 'reference'") as raised:
+        with pytest.raises(ValueError, match=r"plan must be 'auto' or 'reference'") as raised:
             torch.ops.dspark.markov_sample_sequential(**args, plan="step")
         assert reason in str(raised.value)
 

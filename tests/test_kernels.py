@@ -80,7 +80,9 @@ def _compile_step(
         "BLOCK_K": ops.block_k(rank, weights),
         "TILES": tiles.tiles,
     }
-    return _compile(step_kernel, target, pointers, constexprs, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages})
+    return _compile(
+        step_kernel, target, pointers, constexprs, {"num_warps": tiles.num_warps, "num_stages": ops.num_stages(tiles, rank, weights)}
+    )
 
 
 @functools.cache
@@ -112,7 +114,7 @@ every_target_and_shape = pytest.mark.parametrize(
     [
         pytest.param(target, tiles, id=f"{target.arch}-{rows} rows")
         for target in TARGETS
-        for rows, tiles in (ops.TILES_GFX942 if target.backend == "hip" else ops.TILES).items()
+        for rows, tiles in ops.shapes(target.backend == "hip").items()
     ],
 )
 
@@ -134,15 +136,34 @@ def test_noise_and_select_kernels_fit(target: GPUTarget, tmp_path: Path) -> None
         print(_check_resources(compiled, target, tmp_path))
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Every option with the usual dtypes, every rank, and the options that need most registers with the other dtypes.
+VARIANTS = [
+    *({"noise": noise, "use_fp64": fp64} for noise in ("hashed", "ahead") for fp64 in (False, True)),
+    {"noise": "none"},
+    {"noise": "none", "cache": "none"},
+    {"cache": "none"},
+    {"cache": "compact"},
+    *({"rank": rank} for rank in (16, 48, 320)),
+    *(
+        {"logits": logits, "weights": weights, "rank": rank, "use_fp64": fp64}
+        for logits, weights in ((BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16), (BF16, FP32))
+        for rank in (256, 512)
+        for fp64 in (False, True)
+    ),
+]
+
+
 @pytest.mark.slow
 @every_target_and_shape
-@pytest.mark.parametrize("weights", DTYPES)
-@pytest.mark.parametrize("logits", DTYPES)
-def test_every_variant_fits(target: GPUTarget, tiles: ops.Tiles, logits: torch.dtype, weights: torch.dtype, tmp_path: Path) -> None:
-    for rank in (16, 48, 256, 320, 512):
-        for noise, use_fp64 in (("none", False), ("hashed", False), ("hashed", True)):
-            if rank not in (256, 512) and noise != "hashed":
-                continue
-            _check_resources(_compile_step(target, tiles, logits, weights, rank, noise, use_fp64), target, tmp_path)
-    for noise, use_fp64, cache in (("ahead", False, "slots"), ("ahead", True, "slots"), ("hashed", False, "none"), ("hashed", False, "compact")):
-        _check_resources(_compile_step(target, tiles, logits, weights, 256, noise, use_fp64, cache), target, tmp_path)
+def test_every_variant_fits(target: GPUTarget, tiles: ops.Tiles, tmp_path: Path) -> None:
+    misfits = []
+    for variant in VARIANTS:
+        dtypes = (variant.get("logits", BF16), variant.get("weights", BF16))
+        if tiles not in ops.shapes(target.backend == "hip", *dtypes).values():
+            continue
+        try:
+            print(_check_resources(_compile_step(target, tiles, **variant), target, tmp_path), variant)
+        except AssertionError as misfit:
+            misfits.append((variant, str(misfit)))
+    assert not misfits

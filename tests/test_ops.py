@@ -230,12 +230,18 @@ def test_golden_graph_of_the_fallback() -> None:
     expecttest = pytest.importorskip("expecttest")
     telling = ("mm", "addmm", "add", "bitwise_or", "index_put", "index_put_", "argmax", "log", "div", "sub", "clone", "copy")
     operators = Counter(
-        {name: count for name, count in _operators(_graph(case(rows=3, steps=2, vocab=97, cached=True))).items() if name.split(".")[1] in telling}
+        {
+            name: count
+            for name, count in _operators(_graph(case(rows=3, steps=2, vocab=97, cached=True))).items()
+            if name.split(".")[1] in telling
+        }
     )
 
     class Golden(expecttest.TestCase):
         def runTest(self) -> None:
-            self.assertExpectedInline("\n".join(f"{count} {name}" for name, count in sorted(operators.items())), """\
+            self.assertExpectedInline(
+                "\n".join(f"{count} {name}" for name, count in sorted(operators.items())),
+                """\
 16 aten.add.Tensor
 3 aten.argmax.default
 4 aten.bitwise_or.Scalar
@@ -244,7 +250,8 @@ def test_golden_graph_of_the_fallback() -> None:
 1 aten.index_put.default
 2 aten.log.default
 2 aten.mm.default
-3 aten.sub.Tensor""")
+3 aten.sub.Tensor""",
+            )
 
     Golden().runTest()
 

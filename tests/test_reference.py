@@ -173,7 +173,7 @@ def test_the_library_product_of_the_reference_is_fp32_accurate() -> None:
 
 
 def test_new_draft_logits_names_its_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match="^dtype must be"):
+    with pytest.raises(TypeError, match=r"^dtype must be"):
         dspark_ops.new_draft_logits(1, 1, 1, dtype=torch.float64)
-    with pytest.raises(ValueError, match="^num_slots must be at least 0, got -1"):
+    with pytest.raises(ValueError, match=r"^num_slots must be at least 0, got -1"):
         dspark_ops.new_draft_logits(-1, 1, 1, dtype=torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL_PATHS, EAGER_PATHS, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, oracle, same_bits, to
+from cases import ALL_PATHS, EAGER_PATHS, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, oracle, same_bits, scratch, to
 
 import dspark_ops
 from dspark_ops import gumbel_noise, ops
@@ -90,7 +90,7 @@ def _step_major(t: torch.Tensor) -> torch.Tensor:
 @eager_path
 def test_strides_are_the_tensors_own(path: Path) -> None:
     args = case()
-    rows, steps, vocab = args["base_logits"].shape
+    _, steps, vocab = args["base_logits"].shape
     slots = args["draft_logits"].shape[0]
     wide = torch.full((slots, steps + 2, vocab + 56), -7.0, dtype=args["base_logits"].dtype)
     every_other = torch.full((2 * slots, steps, vocab), -7.0, dtype=wide.dtype)[::2]
@@ -252,8 +252,6 @@ def test_every_kernel_computes_the_same_keys(path: Path) -> None:
 
 def _keys(args: Arguments) -> torch.Tensor:
     """All keys, [K, R, V], of a call by the step kernels."""
-    from cases import scratch
-
     call = dspark_ops.guards.Call(**args)
     rows, steps, vocab = call.base_logits.shape
     best_key, best_token = scratch(call)

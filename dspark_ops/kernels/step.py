@@ -135,10 +135,7 @@ def step_kernel(
         logit = tl.fma(bias.to(tl.float32), tl.full(bias.shape, 1.0, tl.float32), base.to(tl.float32)).to(logit_dtype)
         if CACHED:
             tl.store(
-                draft_logits_ptr
-                + cache_rows[None, :] * draft_stride_row
-                + tl.cast(step, tl.int64) * draft_stride_k
-                + v[:, None],
+                draft_logits_ptr + cache_rows[None, :] * draft_stride_row + tl.cast(step, tl.int64) * draft_stride_k + v[:, None],
                 logit,
                 mask=inside & written[None, :],
             )
