@@ -244,7 +244,7 @@ def test_golden_graph_of_the_fallback() -> None:
                 """\
 16 aten.add.Tensor
 3 aten.argmax.default
-4 aten.bitwise_or.Scalar
+7 aten.bitwise_or.Scalar
 8 aten.bitwise_or.Tensor
 2 aten.div.Tensor
 1 aten.index_put.default
