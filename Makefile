@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up .venv themselves. The targets that need a GPU, test-gpu and bench, install nothing: they run in an
-# environment that has torch, Triton and pytest, such as a CUDA image.
+# environment that has torch, Triton, numpy, pytest and safetensors, such as a CUDA image.
 PYTHON ?= python3
 VENV := .venv/bin
 

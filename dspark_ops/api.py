@@ -135,7 +135,7 @@ def _with_arguments_of(function: Callable[P, object]) -> Callable[[Callable[...,
 def why_not(*args: Any, **kwargs: Any) -> str | None:
     """Why the fused kernels do not serve a call of `markov_sample_sequential`, or None where they do.
 
-    Args: those of `markov_sample_sequential`. Only metadata is read (shapes, dtypes, strides, devices, options), so meta tensors will do.
+    Args: those of `markov_sample_sequential`. Only metadata is read: shapes, dtypes, strides, devices and options.
     Returns: a text for the author of the call. Raises: what the call would raise.
 
     >>> import torch

@@ -63,6 +63,9 @@ class FusedMarkov:
     def of(cls, owner: object, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> FusedMarkov:
         """The sampler of a speculator: made on the first call, the same object after, a larger one once a larger batch is announced.
 
+        The larger one takes the place of the object before, whose scratch goes with its last reference: announce the largest batch before
+        graphs are captured, or keep the object they were captured with.
+
         Args: `owner` is the speculator, any weakly referenceable object; the others as for the class.
 
         >>> class Speculator: ...

@@ -158,8 +158,7 @@ def _weights_error(call: Call) -> Exception | None:
         elif error is None and _differs(w1.shape[0], w2.shape[0]):
             error = ValueError(
                 f"markov_w1 must have as many rows as markov_w2 ({_shown(w2.shape[0])}), got {_shown(w1.shape[0])}; pass "
-                "draft_to_target where the draft "
-                "vocabulary is a reduced one, or vocab_size where it is padded"
+                "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded"
             )
         return error
     if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):

@@ -220,10 +220,10 @@ def markov_noise(
     error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
     if error is not None:
         raise error
-    token_ids = None if draft_to_target is None else target_ids(vocab_size, draft_to_target, seeds.device)
     if guards.device_reason(seeds.device) is not None or guards.nothing_to_draft(sample_pos):
-        token_ids = target_ids(vocab_size, draft_to_target, seeds.device)
-        return block_log_argument(seeds, sample_pos, idx_mapping, token_ids, use_fp64)
+        every_id = target_ids(vocab_size, draft_to_target, seeds.device)
+        return block_log_argument(seeds, sample_pos, idx_mapping, every_id, use_fp64)
+    token_ids = None if draft_to_target is None else target_ids(vocab_size, draft_to_target, seeds.device)
     out = seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
     launch_noise(seeds, sample_pos, idx_mapping, vocab_size, token_ids, out)
     return out

@@ -128,6 +128,17 @@ def scratch(call: Call) -> tuple[Tensor, Tensor]:
     return call.base_logits.new_empty(maxima, dtype=key_dtype), call.base_logits.new_empty(maxima, dtype=torch.int32)
 
 
+def keys_of(args: Arguments) -> Tensor:
+    """All keys, [K, R, V], of a call by the step kernels."""
+    call = Call(**args)
+    rows, steps, vocab = call.base_logits.shape
+    best_key, best_token = scratch(call)
+    keys = torch.full((steps, rows, vocab), float("nan"), dtype=best_key.dtype, device=best_key.device)
+    ops.launch_steps(call, best_key, best_token, keys)
+    assert not keys.isnan().any(), "every key was written"
+    return keys
+
+
 _compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True)
 
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="`make test` runs it with TRITON_INTERPRET=1")

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from baselines import two_launches
-from cases import Arguments, case, gpu, oracle, same_bits, to
+from cases import Arguments, case, gpu, keys_of, oracle, same_bits, to
 
 import dspark_ops
 from dspark_ops import bench, ops
-from dspark_ops.guards import Call
 
 pytestmark = gpu
 PER_ROW = ("base_logits", "anchor_ids", "sample_pos", "idx_mapping")
@@ -21,11 +20,13 @@ def _rows(args: Arguments, rows: list[int]) -> Arguments:
     return {**args, "draft_logits": args["draft_logits"].clone()} | {name: args[name][rows] for name in PER_ROW}
 
 
-def test_a_row_has_the_same_bits_in_every_batch_eager_compiled_and_captured() -> None:
+@pytest.mark.parametrize(("weights", "rank"), [(torch.bfloat16, 256), (torch.float16, 512), (torch.float32, 256)])
+def test_a_row_has_the_same_bits_in_every_batch_eager_compiled_and_captured(weights: torch.dtype, rank: int) -> None:
     """Random weights, so that another order of summation would show."""
-    args = to("cuda", case(rows=64, steps=4, vocab=3001, rank=256, random_weights=True))
+    args = to("cuda", case(rows=64, steps=4, vocab=3001, rank=rank, weights=weights, random_weights=True))
     compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True)
     sample = dspark_ops.markov_sample_sequential
+    torch._dynamo.reset()
     expected = sample(**(whole := _rows(args, list(range(64)))))
     for rows in ([7], [40, 7, 3], list(range(8)), list(range(63, -1, -1)), list(range(20))):
         for function in (sample, compiled):
@@ -45,22 +46,12 @@ def test_a_row_has_the_same_bits_in_every_batch_eager_compiled_and_captured() ->
         assert torch.equal(tokens, expected[order])
 
 
-def _keys(args: Arguments) -> torch.Tensor:
-    call = Call(**args)
-    rows, steps, vocab = call.base_logits.shape
-    maxima = rows * ops.MOST_PROGRAMS.programs(vocab)
-    key = torch.empty(maxima, dtype=ops.key_dtype(call.use_fp64), device="cuda")
-    keys = torch.full((steps, rows, vocab), float("nan"), dtype=key.dtype, device="cuda")
-    ops.launch_steps(call, key, torch.empty(maxima, dtype=torch.int32, device="cuda"), keys)
-    return keys
-
-
 @pytest.mark.parametrize("use_fp64", [False, True])
 def test_keys_do_not_depend_on_floating_point_fusion(use_fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     args = to("cuda", {**case(rows=20, vocab=5000, rank=64, random_weights=True), "use_fp64": use_fp64})
     args["temperature"] = torch.full((22,), 0.7, device="cuda")
-    fused, tokens = _keys(args), args["idx_mapping"]
-    noise = dspark_ops.markov_noise(args["seeds"], args["sample_pos"], tokens, 5000, use_fp64=use_fp64)
+    fused = keys_of(args)
+    noise = dspark_ops.markov_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 5000, use_fp64=use_fp64)
 
     def without_fusion(kernel: Any) -> Any:
         class Launcher:
@@ -70,8 +61,8 @@ def test_keys_do_not_depend_on_floating_point_fusion(use_fp64: bool, monkeypatch
         return Launcher()
 
     monkeypatch.setattr(ops, "wrap_triton", without_fusion)
-    assert same_bits(_keys(args), fused)
-    assert same_bits(_keys({**args, "noise": noise}), fused)
+    assert same_bits(keys_of(args), fused)
+    assert same_bits(keys_of({**args, "noise": noise}), fused)
     again = torch.empty_like(noise)
     ops.launch_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 5000, None, again)
     assert same_bits(again, noise)

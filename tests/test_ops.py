@@ -199,7 +199,7 @@ def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(guards, "device_reason", lambda device: None)
-    with FakeTensorMode() as mode:
+    with FakeTensorMode():
 
         def fake(args: Arguments) -> Arguments:
             return {
@@ -208,7 +208,6 @@ def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             }
 
         yield fake
-        del mode
 
 
 def test_the_compiler_sees_two_kernels_a_step(cuda_without_a_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:

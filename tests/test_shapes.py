@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL_PATHS, EAGER_PATHS, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, oracle, same_bits, scratch, to
+from cases import ALL_PATHS, EAGER_PATHS, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, keys_of, oracle, same_bits, to
 
 import dspark_ops
 from dspark_ops import gumbel_noise, ops
@@ -241,21 +241,10 @@ def test_every_kernel_computes_the_same_keys(path: Path) -> None:
     args["idx_mapping"] = torch.arange(20, device=path.device)
     noise = torch.empty(20, 2, 600, device=path.device)
     ops.launch_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 600, None, noise)
-    batch = _keys(args)
-    assert torch.equal(batch, _keys({**args, "noise": noise}))
+    batch = keys_of(args)
+    assert torch.equal(batch, keys_of({**args, "noise": noise}))
     for rows in ([3], [5, 2], [7, 1, 0], list(range(11, 0, -1)), list(range(17))):
         part = {**args}
         for name in ("base_logits", "anchor_ids", "sample_pos", "idx_mapping"):
             part[name] = args[name][rows]
-        assert same_bits(_keys(part), batch[:, rows]), rows
-
-
-def _keys(args: Arguments) -> torch.Tensor:
-    """All keys, [K, R, V], of a call by the step kernels."""
-    call = dspark_ops.guards.Call(**args)
-    rows, steps, vocab = call.base_logits.shape
-    best_key, best_token = scratch(call)
-    keys = torch.full((steps, rows, vocab), float("nan"), dtype=best_key.dtype, device=best_key.device)
-    ops.launch_steps(call, best_key, best_token, keys)
-    assert not keys.isnan().any(), "every key was written"
-    return keys
+        assert same_bits(keys_of(part), batch[:, rows]), rows
