@@ -8,8 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from . import guards
-from . import ops as _ops  # noqa: F401  # registers the operators
+from . import guards, ops
 from .guards import Call
 
 P = ParamSpec("P")
@@ -114,6 +113,8 @@ def markov_sample_sequential(
                 guards.note(reason)
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     try:
+        if guards.runs_directly(call):
+            return ops.sample(call, plan)
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     except RuntimeError as failure:
         # What is no tensor or no number fails at the schema, before the op could say so in its own words.
@@ -141,7 +142,7 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
     >>> import torch
     >>> logits, ids, weights = torch.zeros(1, 1, 4), torch.zeros(1, dtype=torch.int64), torch.zeros(4, 16)
     >>> why_not(logits, ids, weights, weights, temperature=None, seeds=None, sample_pos=None, idx_mapping=None)
-    'base_logits is on a cpu device; the fused kernels need a GPU'
+    'the tensors are on a cpu device; the fused kernels need a GPU'
     """
     plan = kwargs.pop("plan", "auto")
     call = Call(*args, **kwargs)
@@ -185,11 +186,11 @@ def markov_noise(
     >>> torch.equal(-noise.log(), gumbel_noise(torch.tensor([5]), torch.tensor([[10, 11]]), torch.arange(4), step=torch.arange(2)))
     True
     """
-    if not torch.compiler.is_compiling():
+    try:
+        return torch.ops.dspark.markov_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64)
+    except RuntimeError as failure:
         error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
-        if error is not None:
-            raise error
-    return torch.ops.dspark.markov_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64)
+        raise failure if error is None else error from None
 
 
 def new_draft_logits(

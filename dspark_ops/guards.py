@@ -67,6 +67,21 @@ def runs_now(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
+def runs_directly(call: Call) -> bool:
+    """Whether an eager call may skip the dispatcher, which costs more than the checks: no mode, transform, trace, profile or gradient is to
+    see the op, so all that the dispatcher would do is to run its body.
+    """
+    tensors = [x for x in call if isinstance(x, Tensor)]
+    return (
+        all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    )
+
+
 def _differs(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     """Whether two sizes differ; a size that is known at run time only is taken to fit."""
     return guard_or_false(a != b)
@@ -322,7 +337,7 @@ def _gpu_reason(index: int) -> str | None:
 def device_reason(device: torch.device) -> str | None:
     """Why the fused kernels do not run on a device, or None."""
     if device.type != "cuda":
-        return f"base_logits is on a {device.type} device; the fused kernels need a GPU"
+        return f"the tensors are on a {device.type} device; the fused kernels need a GPU"
     if not has_triton():
         return "Triton is not installed"
     return _gpu_reason(torch.cuda.current_device() if device.index is None else device.index)

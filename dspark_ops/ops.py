@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -106,9 +107,12 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
     cache = unused if call.draft_logits is None else call.draft_logits
     ahead = unused if call.noise is None else call.noise
     slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    now = guards.runs_now(base)  # then without the wrapper for tracers, which costs a millisecond a launch
+    if now and call.draft_logits is not None:
+        torch.autograd.graph.increment_version(call.draft_logits)
     with _device_of(base):
         for step in range(num_steps):
-            wrap_triton(step_kernel)[(-(-num_requests // tiles.block_r), programs)](
+            (step_kernel if now else wrap_triton(step_kernel))[(-(-num_requests // tiles.block_r), programs)](
                 base,
                 call.anchor_ids,
                 call.markov_w1,
@@ -157,7 +161,9 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 num_warps=tiles.num_warps,
                 num_stages=num_stages(tiles, rank, call.markov_w1.dtype),
             )
-            wrap_triton(select_kernel)[(num_requests,)](best_key, best_token, tokens, programs, num_steps, step, BLOCK=_BLOCK)
+            (select_kernel if now else wrap_triton(select_kernel))[(num_requests,)](
+                best_key, best_token, tokens, programs, num_steps, step, BLOCK=_BLOCK
+            )
     return tokens
 
 
@@ -172,8 +178,9 @@ def launch_noise(
 ) -> None:
     """Launches the noise kernel, which fills `out` [R, K, V]; `token_ids` [V] where they are not 0, 1, 2, ..."""
     num_requests, num_steps = sample_pos.shape
+    now = guards.runs_now(out)
     with _device_of(out):
-        wrap_triton(noise_kernel)[(num_requests * num_steps, -(-vocab_size // _BLOCK))](
+        (noise_kernel if now else wrap_triton(noise_kernel))[(num_requests * num_steps, -(-vocab_size // _BLOCK))](
             seeds,
             sample_pos,
             idx_mapping,
@@ -194,13 +201,12 @@ def launch_noise(
         )
 
 
-def _negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
+def _negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor:
     """`reference.negated_noise` by the kernel, laid out so that the noise of a step is contiguous, as the reference reads it."""
     num_requests, num_steps = sample_pos.shape
-    vocab_size = token_ids.shape[0]
-    strides = (vocab_size, num_requests * vocab_size, 1)
-    out = seeds.new_empty_strided((num_requests, num_steps, vocab_size), strides, dtype=key_dtype(use_fp64))
-    launch_noise(seeds, sample_pos, slots, vocab_size, token_ids, out, logarithm=True)
+    strides = (vocab, num_requests * vocab, 1)
+    out = seeds.new_empty_strided((num_requests, num_steps, vocab), strides, dtype=key_dtype(use_fp64))
+    launch_noise(seeds, sample_pos, slots, vocab, token_ids, out, logarithm=True)
     return out
 
 
@@ -208,8 +214,7 @@ def key_dtype(use_fp64: bool) -> torch.dtype:
     return torch.float64 if use_fp64 else torch.float32
 
 
-@triton_op("dspark::markov_noise", mutates_args=())
-def markov_noise(
+def _noise(
     seeds: Tensor,
     sample_pos: Tensor,
     idx_mapping: Tensor,
@@ -217,9 +222,8 @@ def markov_noise(
     draft_to_target: Tensor | None = None,
     use_fp64: bool = False,
 ) -> Tensor:
-    error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
-    if error is not None:
-        raise error
+    if guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target) is not None:
+        return torch.ops.dspark.refuse_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64)
     if guards.device_reason(seeds.device) is not None or guards.nothing_to_draft(sample_pos):
         every_id = target_ids(vocab_size, draft_to_target, seeds.device)
         return block_log_argument(seeds, sample_pos, idx_mapping, every_id, use_fp64)
@@ -229,9 +233,24 @@ def markov_noise(
     return out
 
 
-@markov_noise.register_fake
-def _(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target=None, use_fp64=False):  # type: ignore[no-untyped-def]
-    return seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
+markov_noise = triton_op("dspark::markov_noise", _noise, mutates_args=())
+
+
+def sample(call: Call, plan: str) -> Tensor:
+    """The body of the op: checks, the plan, and kernels or the reference."""
+    if guards.error(call, plan) is not None:
+        return torch.ops.dspark.refuse(*call, plan)
+    chosen, reason = guards.choose(call, plan)
+    if reason is not None and guards.runs_now(call.base_logits):
+        guards.note_once(reason)  # where a graph is made, the function that users call notes it
+    if chosen == "step":
+        maxima = call.base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
+        best_key = call.base_logits.new_empty((maxima,), dtype=key_dtype(call.use_fp64 and call.temperature is not None))
+        return launch_steps(call, best_key, call.base_logits.new_empty((maxima,), dtype=torch.int32))
+    if guards.device_reason(call.base_logits.device) is not None:
+        return reference.sample(call)
+    # One kernel instead of some sixty operations, for the same noise.
+    return reference.sample(call, noise_of=_negated_noise)
 
 
 def _sample(
@@ -276,19 +295,7 @@ def _sample(
         output_scale,
         output_soft_cap,
     )
-    if guards.error(call, plan) is not None:
-        return torch.ops.dspark.refuse(*call, plan)
-    chosen, reason = guards.choose(call, plan)
-    if reason is not None and guards.runs_now(base_logits):
-        guards.note_once(reason)  # where a graph is made, the function that users call notes it
-    if chosen == "step":
-        maxima = base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
-        best_key = base_logits.new_empty((maxima,), dtype=key_dtype(use_fp64 and temperature is not None))
-        return launch_steps(call, best_key, base_logits.new_empty((maxima,), dtype=torch.int32))
-    if guards.device_reason(base_logits.device) is not None:
-        return reference.sample(call)
-    # One kernel instead of some sixty operations, for the same noise.
-    return reference.sample(call, noise_of=_negated_noise)
+    return sample(call, plan)
 
 
 markov_sample_sequential = triton_op("dspark::markov_sample_sequential", _sample, mutates_args=("draft_logits",))
@@ -302,7 +309,12 @@ def _error(*args: Any, **kwargs: Any) -> Exception | None:
     return guards.error(Call(*fields), plan)
 
 
-@torch.library.register_fake("dspark::markov_sample_sequential")
+def _noise_error(
+    seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, vocab_size: int, draft_to_target: Tensor | None = None, use_fp64: bool = False
+) -> Exception | None:
+    return guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
+
+
 def _fake_sample(base_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     # While a graph is made, a fake must not stumble over wrong arguments, which are refused when it runs. Otherwise this serves meta tensors.
     if guards.runs_now(base_logits) and (error := _error(base_logits, *args, **kwargs)) is not None:
@@ -310,16 +322,37 @@ def _fake_sample(base_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return base_logits.new_empty(base_logits.shape[:2], dtype=torch.int64)
 
 
-def _refuse(*args: Any, **kwargs: Any) -> Tensor:
-    raise _error(*args, **kwargs) or RuntimeError("dspark::refuse was called with valid arguments")
+def _fake_noise(
+    seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, vocab_size: int, draft_to_target: Tensor | None = None, use_fp64: bool = False
+) -> Tensor:
+    error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
+    if error is not None:
+        if guards.runs_now(seeds):
+            raise error
+        vocab_size = 0  # any that is a size: the graph will raise
+    return seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
 
 
-# What a graph holds in place of a call with wrong arguments: it raises the error of the eager call, with actual sizes, when the graph runs.
-# Tracers wrap an error that is raised while they trace into one of their own, of another type.
 _library = torch.library.Library("dspark", "FRAGMENT")
-_library.define("refuse" + torch.library.infer_schema(_sample, mutates_args=()))
-_library.impl("refuse", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake("dspark::refuse", _fake_sample, lib=_library)
-torch.fx.node.has_side_effect(torch.ops.dspark.refuse.default)
+
+
+def _define_refusal(name: str, op: Callable[..., Tensor], error_of: Callable[..., Exception | None], fake: Callable[..., Tensor]) -> None:
+    """Defines what a graph holds in place of a call of an op with wrong arguments: it raises the error of the eager call, with actual sizes,
+    when the graph runs. Tracers wrap an error that is raised while they trace into one of their own, of another type.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise error_of(*args, **kwargs) or RuntimeError(f"dspark::{name} was called with valid arguments")
+
+    _library.define(name + torch.library.infer_schema(op, mutates_args=()))
+    _library.impl(name, refuse, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dspark::{name}", fake, lib=_library)
+    torch.fx.node.has_side_effect(getattr(torch.ops.dspark, name).default)
+
+
+torch.library.register_fake("dspark::markov_sample_sequential", _fake_sample)
+torch.library.register_fake("dspark::markov_noise", _fake_noise)
+_define_refusal("refuse", _sample, _error, _fake_sample)
+_define_refusal("refuse_noise", _noise, _noise_error, _fake_noise)
 
 compile_cache.extend_cache_key()

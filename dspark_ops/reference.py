@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,13 +15,14 @@ _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 class NoiseOf(Protocol):
-    """Computes the negated noise of a block, [R, K, V]; slots below 0 have none."""
+    """Computes the negated noise of a block, [R, K, V]; slots below 0 have none. `token_ids` [V] where they are not 0, 1, 2, ..."""
 
-    def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor: ...
+    def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor: ...
 
 
-def negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, token_ids: Tensor, use_fp64: bool) -> Tensor:
-    return torch.log(block_log_argument(seeds, sample_pos, slots, token_ids, use_fp64))
+def negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor:
+    every_id = torch.arange(vocab, device=seeds.device) if token_ids is None else token_ids
+    return torch.log(block_log_argument(seeds, sample_pos, slots, every_id, use_fp64))
 
 
 @torch.no_grad()
@@ -37,11 +39,12 @@ def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = nega
 
 
 def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
-    base = _rounded(call.base_logits[..., : call.num_columns])
+    rounded = _as_is if runs_now(call.base_logits) else _rounded
+    base = rounded(call.base_logits[..., : call.num_columns])
     num_requests, num_steps, vocab = base.shape
     if nothing_to_draft(base):
         return base.new_empty((num_requests, num_steps), dtype=torch.int64)
-    token_ids = target_ids(vocab, call.draft_to_target, base.device)
+    token_ids = None if call.draft_to_target is None else target_ids(vocab, call.draft_to_target, base.device)
     sizes = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
     has_slots = call.idx_mapping is not None and bool(sizes) and sizes[0] > 0
     divisors = negated = None
@@ -54,27 +57,31 @@ def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
     # reduced-precision switch of the process can change.
     w1, w2 = call.markov_w1, call.markov_w2[:vocab]
     if exact_products or w2.dtype != base.dtype or base.dtype == torch.float32:
-        w2 = _rounded(w2).double()
+        w2 = rounded(w2).double()
     w2_t = w2.t()
     anchors = call.anchor_ids.clamp(0, w1.shape[0] - 1)
-    embedding = w1.index_select(0, anchors).masked_fill((anchors != call.anchor_ids)[:, None], 0.0)
+    embedding = torch.where((anchors == call.anchor_ids)[:, None], w1.index_select(0, anchors), 0.0)
     tokens: list[Tensor] = []
     sampled_from: list[Tensor] = []
     for step, base_logits in enumerate(base.unbind(1)):
         if step > 0:
             embedding = w1.index_select(0, tokens[-1])
-        bias = torch.mm(_rounded(embedding).to(w2.dtype), w2_t)
+        bias = torch.mm(rounded(embedding).to(w2.dtype), w2_t)
         if w2.dtype == torch.float64:
             bias = bias.float().to(base.dtype)  # by way of FP32, which is what an accumulator holds
-        logits = _transformed(_rounded(base_logits + _scaled(_rounded(bias), call)), call)
+        logits = _transformed(rounded(base_logits + _scaled(rounded(bias), call, rounded)), call)
         sampled_from.append(logits)
         if divisors is not None and negated is not None:
             # The divisor is FP32 and so is the quotient, whatever the dtype of the logits; the sum has the precision of the noise.
             logits = logits / divisors[step] - negated[step]
-        tokens.append(_winner(logits, None if call.draft_to_target is None else token_ids))
+        tokens.append(_winner(logits, token_ids))
     if has_slots and call.draft_logits is not None and call.draft_logits.shape[0] > 0:
         _write_cache(call, call.draft_logits, slots, live, token_ids, torch.stack(sampled_from, dim=1))
     return torch.stack(tokens, dim=1)
+
+
+def _as_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -83,17 +90,17 @@ def _rounded(x: Tensor) -> Tensor:
     Inductor computes chains of 16-bit operations in FP32 without the roundings between, and merges a product and an addition into one addmm.
     It does neither across arithmetic on the bits; a bare reinterpretation and its inverse it would cancel.
     """
-    if runs_now(x) or x.dtype == torch.float32:
+    if x.dtype == torch.float32:
         return x
     return (x.view(torch.int16) | 0).view(x.dtype)
 
 
-def _scaled(bias: Tensor, call: Call) -> Tensor:
+def _scaled(bias: Tensor, call: Call, rounded: Callable[[Tensor], Tensor]) -> Tensor:
     cap = call.bias_soft_cap
     if cap is not None:
-        bias = _rounded(torch.tanh(_rounded(bias / cap)))
-        bias = _rounded(bias * cap)
-    return bias if call.bias_scale == 1.0 else _rounded(bias * call.bias_scale)
+        bias = rounded(torch.tanh(rounded(bias / cap)))
+        bias = rounded(bias * cap)
+    return bias if call.bias_scale == 1.0 else rounded(bias * call.bias_scale)
 
 
 def _transformed(logits: Tensor, call: Call) -> Tensor:
@@ -123,22 +130,22 @@ def _slots(call: Call, num_slots: int) -> tuple[Tensor, Tensor]:
     return slots.expand(num_requests, num_steps), (slots == given).expand(num_requests, num_steps)
 
 
-def _divisor_and_negated_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
+def _divisor_and_negated_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor | None, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
     """Divisor of the logits, [R, K, 1], and negated noise, [R, K, V]: 1 and 0 for greedy rows."""
     assert call.temperature is not None
     temperature = call.temperature[slots]
-    greedy = ~(live & (temperature >= MIN_TEMPERATURE))  # True for NaN
-    divisor = temperature.masked_fill(greedy, 1.0)[..., None]
+    sampled = live & (temperature >= MIN_TEMPERATURE)  # False for NaN
+    divisor = torch.where(sampled, temperature, 1.0)[..., None]
     if call.noise is not None:
-        return divisor, torch.log(call.noise[..., : call.num_columns]).masked_fill(greedy[..., None], 0.0)
+        return divisor, torch.where(sampled[..., None], torch.log(call.noise[..., : call.num_columns]), 0.0)
     assert call.seeds is not None and call.sample_pos is not None
-    return divisor, noise_of(call.seeds, call.sample_pos, slots.masked_fill(greedy, -1), token_ids, call.use_fp64)
+    return divisor, noise_of(call.seeds, call.sample_pos, torch.where(sampled, slots, -1), call.num_columns, token_ids, call.use_fp64)
 
 
-def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_ids: Tensor, logits: Tensor) -> None:
+def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_ids: Tensor | None, logits: Tensor) -> None:
     """Writes the logits [R, K, V] of a block to the cache, and nothing for inert rows, without a data-dependent shape.
 
-    A row that must write nothing at a step repeats the write of the first row that does, the same values at the same place; where none does,
+    A row that must write nothing at a step repeats the write of a row that does, the same values at the same place; where none does,
     what its place holds is written back.
     """
     rows, written = slots, live
@@ -147,14 +154,16 @@ def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_i
         rows = given.clamp(0, cache.shape[0] - 1)
         written = live & (rows == given)
     steps = torch.arange(logits.shape[1], device=logits.device)
-    lead = written.to(torch.int32).argmax(dim=0)
-    lead_rows = rows[lead, steps]
+    any_written, lead = written.max(dim=0)
+    lead_rows = rows.gather(0, lead[None])[0]
     rows = torch.where(written, rows, lead_rows)
     # Whole rows of the cache are copied faster than chosen columns.
-    columns = () if call.draft_to_target is None and cache.shape[2] == logits.shape[2] else (token_ids,)
+    columns = token_ids
+    if columns is None and cache.shape[2] != logits.shape[2]:
+        columns = torch.arange(logits.shape[2], device=logits.device)
 
     def place(rows: Tensor) -> tuple[Tensor, ...]:
-        return (rows[..., None], steps[:, None], *columns) if columns else (rows, steps.expand_as(rows))
+        return (rows, steps.expand_as(rows)) if columns is None else (rows[..., None], steps[:, None], columns)
 
-    repeated = torch.where(written.any(dim=0)[:, None], logits[lead, steps], cache[place(lead_rows)])
+    repeated = torch.where(any_written[:, None], logits[lead, steps], cache[place(lead_rows)])
     cache.index_put_(place(rows), torch.where(written[..., None], logits, repeated))

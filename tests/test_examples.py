@@ -68,7 +68,7 @@ def agrees(out: str, rows: list[int], new_graphs: list[int], steps: int) -> None
     for fact in (
         "device:     cpu",
         f"torch {torch.__version__}",
-        "plan:       reference, plain torch operations, because base_logits is on a cpu device",
+        "plan:       reference, plain torch operations, because the tensors are on a cpu device",
         f"agreement:  yes: tokens and cached logits of {sum(rows)} rows",
         "logits are compared bit for bit",
         "graph breaks: 0",

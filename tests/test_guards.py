@@ -143,8 +143,14 @@ def test_noise_names_its_wrong_arguments() -> None:
         ("vocab_size", ValueError, (seeds, positions, slots, 0)),
     ]:
         for function in (dspark_ops.markov_noise, torch.ops.dspark.markov_noise):
-            with pytest.raises(error, match=rf"^{name} must"):
+            with pytest.raises(error, match=rf"^{name} must") as eager:
                 function(*call)
+            torch._dynamo.reset()
+            with pytest.raises(error, match=rf"^{name} must") as compiled:
+                torch.compile(lambda *a, f=function: f(*a), fullgraph=True, backend="aot_eager")(*call)
+            assert str(compiled.value) == str(eager.value)
+    with pytest.raises(TypeError, match=r"^vocab_size must be an int"):
+        dspark_ops.markov_noise(seeds, positions, slots, 5.5)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(TypeError, match=r"^seeds must be int64"):
         dspark_ops.gumbel_noise(seeds.int(), positions[0, :1], torch.arange(5), step=0)
     with pytest.raises(TypeError, match=r"^positions must"):

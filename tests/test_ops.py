@@ -16,6 +16,8 @@ from cases import Arguments, case, gpu, needs_compiler, oracle, same_bits, same_
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dspark_ops
 from dspark_ops import guards
@@ -242,7 +244,7 @@ def test_golden_graph_of_the_fallback() -> None:
                 "\n".join(f"{count} {name}" for name, count in sorted(operators.items())),
                 """\
 16 aten.add.Tensor
-3 aten.argmax.default
+2 aten.argmax.default
 7 aten.bitwise_or.Scalar
 8 aten.bitwise_or.Tensor
 2 aten.div.Tensor
@@ -288,3 +290,40 @@ def test_an_edited_package_meets_no_stale_graph(tmp_path: FilePath) -> None:
     assert [run("original", "tagged"), run("edited", "tagged")] == ["[[0], [0]]", "[[5], [5]]"]
     # The fault is there to be met: without the tag the edited package gets the graph of the original.
     assert [run("original", "untagged"), run("edited", "untagged")] == ["[[0], [0]]", "[[0], [0]]"]
+
+
+def test_what_wants_to_see_the_op_sees_it() -> None:
+    """Eager calls skip the dispatcher; not where a mode, a trace, a profile or a gradient would miss the op."""
+    args = case()
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        dspark_ops.markov_sample_sequential(**args)
+    assert seen[0] == "dspark.markov_sample_sequential.default", seen
+
+    with torch.profiler.profile() as profile:
+        dspark_ops.markov_sample_sequential(**args)
+    assert any(event.key == "dspark::markov_sample_sequential" for event in profile.key_averages())
+
+    graph = make_fx(lambda base: dspark_ops.markov_sample_sequential(**{**args, "base_logits": base}))(args["base_logits"])
+    assert any(node.target is torch.ops.dspark.markov_sample_sequential.default for node in graph.graph.nodes)
+
+    weights = args["markov_w1"].float().requires_grad_()
+    tokens = dspark_ops.markov_sample_sequential(**{**args, "markov_w1": weights, "markov_w2": args["markov_w2"].float()})
+    assert not tokens.requires_grad
+
+    with pytest.raises(RuntimeError, match="dspark::markov_sample_sequential"):
+        torch.func.vmap(lambda base: dspark_ops.markov_sample_sequential(**{**args, "base_logits": base}))(args["base_logits"][None])
+
+
+@every_device
+def test_a_write_to_the_cache_is_seen_by_autograd(device: str) -> None:
+    args = to(device, case())
+    version = args["draft_logits"]._version
+    dspark_ops.markov_sample_sequential(**args)
+    assert args["draft_logits"]._version > version
