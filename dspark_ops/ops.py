@@ -20,6 +20,7 @@ from .guards import Call
 from .noise import block_log_argument, target_ids
 
 if guards.has_triton() or TYPE_CHECKING:
+    from .kernels.cache import cache_kernel
     from .kernels.noise import noise_kernel
     from .kernels.step import select_kernel, step_kernel
 
@@ -210,6 +211,35 @@ def _negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int,
     return out
 
 
+def _write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Tensor) -> None:
+    """`reference.write_cache` by the kernel."""
+    cache, slots = call.draft_logits, call.idx_mapping
+    assert cache is not None and slots is not None
+    num_requests, num_steps, vocab = logits.shape
+    now = guards.runs_now(logits)
+    with _device_of(logits):
+        (cache_kernel if now else wrap_triton(cache_kernel))[(num_requests * num_steps, -(-vocab // _BLOCK))](
+            logits,
+            slots,
+            slots if call.cache_rows is None else call.cache_rows,
+            slots if token_ids is None else token_ids,
+            cache,
+            num_steps,
+            vocab,
+            num_slots,
+            cache.shape[0],
+            cache.shape[2],
+            *_strides2(logits),
+            *_strides2(slots),
+            0 if call.cache_rows is None else call.cache_rows.stride(0),
+            *cache.stride(),
+            COMPACT=call.cache_rows is not None,
+            MAPPED=token_ids is not None,
+            BLOCK_V=_BLOCK,
+            num_warps=4,
+        )
+
+
 def key_dtype(use_fp64: bool) -> torch.dtype:
     return torch.float64 if use_fp64 else torch.float32
 
@@ -249,8 +279,8 @@ def sample(call: Call, plan: str) -> Tensor:
         return launch_steps(call, best_key, call.base_logits.new_empty((maxima,), dtype=torch.int32))
     if guards.device_reason(call.base_logits.device) is not None:
         return reference.sample(call)
-    # One kernel instead of some sixty operations, for the same noise.
-    return reference.sample(call, noise_of=_negated_noise)
+    # Two kernels instead of some eighty operations, for the same bits.
+    return reference.sample(call, parts=reference.Parts(_negated_noise, _write_cache))
 
 
 def _sample(

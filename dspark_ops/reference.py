@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,31 +14,21 @@ from .noise import MIN_TEMPERATURE, block_log_argument, target_ids
 _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
-class NoiseOf(Protocol):
-    """Computes the negated noise of a block, [R, K, V]; slots below 0 have none. `token_ids` [V] where they are not 0, 1, 2, ..."""
-
-    def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor: ...
-
-
-def negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor:
-    every_id = torch.arange(vocab, device=seeds.device) if token_ids is None else token_ids
-    return torch.log(block_log_argument(seeds, sample_pos, slots, every_id, use_fp64))
-
-
 @torch.no_grad()
-def sample(call: Call, *, exact_products: bool = False, noise_of: NoiseOf = negated_noise) -> Tensor:
+def sample(call: Call, *, exact_products: bool = False, parts: Parts | None = None) -> Tensor:
     """Samples the block of a valid call, [R, K] int64, and writes its `draft_logits`.
 
     With `exact_products` the bias is summed in FP64 (the oracle), otherwise by the library in the weights' dtype, with FP32 accumulation.
+    `parts` replaces those parts that need many operations.
     """
     device_type = call.base_logits.device.type
     if torch.is_autocast_enabled(device_type):  # it would cast the products
         with torch.autocast(device_type, enabled=False):
-            return _sample(call, exact_products, noise_of)
-    return _sample(call, exact_products, noise_of)
+            return _sample(call, exact_products, parts or TORCH)
+    return _sample(call, exact_products, parts or TORCH)
 
 
-def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
+def _sample(call: Call, exact_products: bool, parts: Parts) -> Tensor:
     rounded = _as_is if runs_now(call.base_logits) else _rounded
     base = rounded(call.base_logits[..., : call.num_columns])
     num_requests, num_steps, vocab = base.shape
@@ -51,7 +41,7 @@ def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
     if has_slots:
         slots, live = _slots(call, sizes[0])
         if call.temperature is not None:
-            divisors, negated = (t.unbind(1) for t in _divisor_and_negated_noise(call, slots, live, token_ids, noise_of))
+            divisors, negated = (t.unbind(1) for t in _divisor_and_negated_noise(call, slots, live, token_ids, parts.negated_noise))
 
     # The library's product serves where it rounds its FP32 sum to the dtype of the logits. FP32 products go through FP64, which no TF32 or
     # reduced-precision switch of the process can change.
@@ -76,7 +66,7 @@ def _sample(call: Call, exact_products: bool, noise_of: NoiseOf) -> Tensor:
             logits = logits / divisors[step] - negated[step]
         tokens.append(_winner(logits, token_ids))
     if has_slots and call.draft_logits is not None and call.draft_logits.shape[0] > 0:
-        _write_cache(call, call.draft_logits, slots, live, token_ids, torch.stack(sampled_from, dim=1))
+        parts.write_cache(call, sizes[0], token_ids, torch.stack(sampled_from, dim=1))
     return torch.stack(tokens, dim=1)
 
 
@@ -142,12 +132,15 @@ def _divisor_and_negated_noise(call: Call, slots: Tensor, live: Tensor, token_id
     return divisor, noise_of(call.seeds, call.sample_pos, torch.where(sampled, slots, -1), call.num_columns, token_ids, call.use_fp64)
 
 
-def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_ids: Tensor | None, logits: Tensor) -> None:
+def write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Tensor) -> None:
     """Writes the logits [R, K, V] of a block to the cache, and nothing for inert rows, without a data-dependent shape.
 
     A row that must write nothing at a step repeats the write of a row that does, the same values at the same place; where none does,
     what its place holds is written back.
     """
+    cache = call.draft_logits
+    assert cache is not None
+    slots, live = _slots(call, num_slots)
     rows, written = slots, live
     if call.cache_rows is not None:
         given = call.cache_rows[slots]
@@ -167,3 +160,24 @@ def _write_cache(call: Call, cache: Tensor, slots: Tensor, live: Tensor, token_i
 
     repeated = torch.where(any_written[:, None], logits[lead, steps], cache[place(lead_rows)])
     cache.index_put_(place(rows), torch.where(written[..., None], logits, repeated))
+
+
+class NoiseOf(Protocol):
+    """Computes the negated noise of a block, [R, K, V]; slots below 0 have none. `token_ids` [V] where they are not 0, 1, 2, ..."""
+
+    def __call__(self, seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor: ...
+
+
+class Parts(NamedTuple):
+    """What takes many operations where one kernel would do."""
+
+    negated_noise: NoiseOf
+    write_cache: Callable[[Call, int, Tensor | None, Tensor], None]
+
+
+def negated_noise(seeds: Tensor, sample_pos: Tensor, slots: Tensor, vocab: int, token_ids: Tensor | None, use_fp64: bool) -> Tensor:
+    every_id = torch.arange(vocab, device=seeds.device) if token_ids is None else token_ids
+    return torch.log(block_log_argument(seeds, sample_pos, slots, every_id, use_fp64))
+
+
+TORCH = Parts(negated_noise, write_cache)

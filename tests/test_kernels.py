@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dspark_ops import ops
+from dspark_ops.kernels.cache import cache_kernel
 from dspark_ops.kernels.noise import noise_kernel
 from dspark_ops.kernels.step import select_kernel, step_kernel
 
@@ -125,13 +126,16 @@ def test_the_usual_kernel_fits(target: GPUTarget, tiles: ops.Tiles, tmp_path: Pa
 
 
 @every_target
-def test_noise_and_select_kernels_fit(target: GPUTarget, tmp_path: Path) -> None:
+def test_noise_select_and_cache_kernels_fit(target: GPUTarget, tmp_path: Path) -> None:
     for use_fp64 in (False, True):
         key = "fp64" if use_fp64 else "fp32"
         for mapped in (False, True):
             constexprs = {"MAPPED": mapped, "FP64": use_fp64, "LOGARITHM": mapped, "BLOCK_V": 1024}
             compiled = _compile(noise_kernel, target, {"noise_ptr": key, "idx_mapping_ptr": "i32"}, constexprs, {"num_warps": 4})
             print(_check_resources(compiled, target, tmp_path))
+            constexprs = {"COMPACT": mapped, "MAPPED": mapped, "BLOCK_V": 1024}
+            pointers = {"logits_ptr": "bf16", "draft_logits_ptr": "bf16", "idx_mapping_ptr": "i32", "cache_rows_ptr": "i32"}
+            print(_check_resources(_compile(cache_kernel, target, pointers, constexprs, {"num_warps": 4}), target, tmp_path))
         compiled = _compile(select_kernel, target, {"best_key_ptr": key, "best_token_ptr": "i32"}, {"BLOCK": 1024}, {"num_warps": 4})
         print(_check_resources(compiled, target, tmp_path))
 
