@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COMPILED, GPU_COMPILED, GPU_REFERENCE, HALF, REFERENCE, Arguments, Path, case, oracle, same_bits
+from cases import COMPILED, GPU_COMPILED, GPU_REFERENCE, HALF, REFERENCE, Arguments, Path, case, gpu, needs_interpreter, oracle, same_bits, to
 
 import dspark_ops
-from dspark_ops import reference
+from dspark_ops import ops, reference
+from dspark_ops.guards import Call
 
 # The compiled fallback is the same code for every option, and each option one more compilation.
 every_path = pytest.mark.parametrize(
@@ -177,3 +178,28 @@ def test_new_draft_logits_names_its_wrong_arguments() -> None:
         dspark_ops.new_draft_logits(1, 1, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"^num_slots must be at least 0, got -1"):
         dspark_ops.new_draft_logits(-1, 1, 1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", id="interpreted", marks=needs_interpreter), pytest.param("cuda", id="gpu", marks=gpu)])
+@pytest.mark.parametrize("layout", ["plain", "wide", "reduced", "compact", "by step"])
+def test_the_cache_kernel_writes_what_the_operations_write(device: str, layout: str) -> None:
+    args = case()
+    if layout == "wide":
+        args["draft_logits"] = torch.full((7, 4, 710), -7.0, dtype=HALF)[:, :3, 5:]
+    if layout == "reduced":
+        args = _reduced(args)
+    if layout == "compact":
+        args |= {"cache_rows": torch.tensor([3, -1, 0, 4, 9, 1, 2]), "draft_logits": torch.full((5, 3, 700), -7.0, dtype=HALF)}
+    args["idx_mapping"] = torch.tensor([4, -1, 0, 7, 2], dtype=torch.int32)
+    if layout == "by step":
+        args["idx_mapping"] = torch.tensor([[4, 4, -1], [-1, 3, 3], [0, 0, 0], [7, -2, 1], [2, 2, 2]])
+    args = to(device, args)
+    logits = args["base_logits"] + 1
+    caches = []
+    for write in (ops._write_cache, reference.write_cache):
+        cache = args["draft_logits"].clone(memory_format=torch.preserve_format)
+        ids = None if layout != "reduced" else torch.arange(700, device=device) + args["draft_to_target"]
+        write(Call(**{**args, "draft_logits": cache}), 7, ids, logits)
+        caches.append(cache)
+    assert same_bits(*caches)
+    assert not same_bits(caches[0], args["draft_logits"].contiguous())

@@ -39,7 +39,7 @@ def cache_kernel(
         cache_row = tl.load(cache_rows_ptr + slot * cache_rows_stride, mask=written, other=-1).to(tl.int64)
         written &= (cache_row >= 0) & (cache_row < num_cache_rows)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    ok = written & (v < vocab_size)
+    ok = v < tl.where(written, vocab_size, 0)
     token = v.to(tl.int64)
     if MAPPED:
         token = tl.load(token_ids_ptr + v, mask=ok, other=0)
