@@ -22,7 +22,8 @@ def source_hash() -> str:
     """
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for source in sorted(package.rglob("*.py")):
+    # The second is a symbolic link in a source tree, which rglob does not follow.
+    for source in sorted({*package.rglob("*.py"), *(package / "inductor").rglob("*.py")}):
         digest.update(str(source.relative_to(package)).encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 
