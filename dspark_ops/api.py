@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -43,6 +44,7 @@ def markov_sample_sequential(
     the logits; `logit = base_logits[b, i] + bias`, rounded again; the logits go to `draft_logits`; the token is the lowest id of the largest
     `logit / temperature + gumbel_noise`, or of the largest logit where the row is greedy. This is the arithmetic of vLLM's DSpark speculator
     (release 0.33). Fused kernels serve it where they can (`why_not` says where not), otherwise it decomposes into plain torch operations.
+    Tokens and cached logits carry no gradient.
 
     Sizes: R requests, K steps, V draft vocabulary, V_target target vocabulary (V unless `draft_to_target` is given), S request slots.
 
@@ -60,10 +62,10 @@ def markov_sample_sequential(
             slot, step and target id. `new_draft_logits` makes one.
         cache_rows: [S] int32 or int64; row of `draft_logits` for a slot, where the cache is compacted; then its first size is free, and a slot
             without a row (one outside it) is not written.
-        noise: [R, K, V] from `markov_noise`, computed ahead; the result is the same.
+        noise: [R, K, V] from `markov_noise`, computed ahead; the result is the same. Not Gumbel noise itself, which rounds differently.
         use_fp64: noise and keys in FP64.
         vocab_size: columns from this one on are padding: they never win and are not written.
-        draft_to_target: [V] int64; offsets of a reduced draft vocabulary, target id = v + draft_to_target[v].
+        draft_to_target: [V] int64; offsets of a reduced draft vocabulary, target id = v + draft_to_target[v], which must be in [0, V_target).
         bias_scale, bias_soft_cap: the bias becomes `cap * tanh(bias / cap)` and is then multiplied by the scale.
         output_scale, output_soft_cap: the logits after the addition become FP32, are multiplied by the scale, then `cap * tanh(logit / cap)`.
         plan: "auto"; or "step" (fused) or "reference", for experiments and tests.
@@ -126,7 +128,8 @@ def _with_arguments_of(function: Callable[P, object]) -> Callable[[Callable[...,
     """Gives a function the signature of another, for readers, `help` and type checkers."""
 
     def decorate(f: Callable[..., T]) -> Callable[P, T]:
-        f.__wrapped__ = function  # type: ignore[attr-defined]  # what inspect.signature follows
+        returns = f.__annotations__["return"]
+        f.__signature__ = inspect.signature(function).replace(return_annotation=returns)  # type: ignore[attr-defined]
         return f
 
     return decorate

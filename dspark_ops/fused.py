@@ -29,6 +29,7 @@ class FusedMarkov:
         use_fp64: noise and keys in FP64; then there is no noise ahead.
 
     Raises:
+        TypeError: a size is no int.
         ValueError: a size is below 1.
 
     >>> import torch
@@ -44,12 +45,15 @@ class FusedMarkov:
 
     def __init__(self, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> None:
         for name, size in (("vocab", vocab), ("rank", rank), ("max_rows", max_rows)):
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         self.vocab, self.rank, self.max_rows, self.use_fp64 = vocab, rank, max_rows, use_fp64
         self.device = torch.device(device)
         self._forked: Tensor | None = None
-        self._held: tuple[Tensor, ...] = ()
+        self._sources: tuple[Tensor, ...] = ()
+        self._joined = True
         self._side: torch.cuda.Stream | None = None
         if guards.device_reason(self.device) is None:
             maxima = max_rows * ops.MOST_PROGRAMS.programs(vocab)
@@ -86,7 +90,7 @@ class FusedMarkov:
         14
         """
         rows = num_reqs * num_steps
-        return rows if not self.use_fp64 and rows <= min(NOISE_ROWS, 16 * self.max_rows) else 0
+        return rows if not self.use_fp64 and num_reqs <= self.max_rows and rows <= min(NOISE_ROWS, 16 * self.max_rows) else 0
 
     def fork_noise(self, seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor) -> None:
         """Starts the noise of a block on the side stream, after what the current stream holds; nothing where `noise_rows` is 0.
@@ -102,6 +106,8 @@ class FusedMarkov:
         rows = self.noise_rows(num_reqs, num_steps)
         if rows == 0:
             return
+        # Kept until `run`, which checks them; their memory is the side stream's until it is joined.
+        self._sources = (seeds, sample_pos, idx_mapping)
         if self._side is None:
             self._forked = ops.markov_noise(seeds, sample_pos, idx_mapping, self.vocab)
             return
@@ -109,15 +115,14 @@ class FusedMarkov:
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             ops.launch_noise(seeds, sample_pos, idx_mapping, self.vocab, None, noise)
-        self._forked = noise
-        self._held = (seeds, sample_pos, idx_mapping)  # their memory is the side stream's until it is joined
+        self._forked, self._joined = noise, False
 
     def join(self) -> None:
         """Makes the current stream wait for the noise; `run` does it where it was not done."""
-        if self._held:
+        if not self._joined:
             assert self._side is not None
             torch.cuda.current_stream(self.device).wait_stream(self._side)
-            self._held = ()
+            self._joined = True
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples a block as `markov_sample_sequential` does, which has the arguments, with the noise that was forked for it.
@@ -126,6 +131,7 @@ class FusedMarkov:
         """
         self.join()
         forked, self._forked = self._forked, None
+        sources, self._sources = self._sources, ()
         plan = kwargs.pop("plan", "auto")
         call = Call(*args, **kwargs)
         error = guards.error(call, plan)
@@ -146,6 +152,10 @@ class FusedMarkov:
         if forked is not None and call.noise is None and call.temperature is not None and call.draft_to_target is None:
             if forked.shape[:2] != (num_reqs, num_steps):
                 raise ValueError(f"base_logits must have the R and K of fork_noise, {tuple(forked.shape[:2])}, got {(num_reqs, num_steps)}")
+            for name, source in zip(("seeds", "sample_pos", "idx_mapping"), sources, strict=True):
+                given = getattr(call, name)
+                if given.data_ptr() != source.data_ptr() or given.shape != source.shape or given.stride() != source.stride():
+                    raise ValueError(f"{name} must be the tensor that fork_noise got, whose noise this would be, got another")
             call = call._replace(noise=forked)
         chosen, reason = guards.choose(call, plan)
         if chosen != "step":

@@ -111,6 +111,10 @@ def block_log_argument(seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, t
     return torch.where(live[..., None], log_argument(slot_seeds, sample_pos, token_ids, steps, use_fp64), 1.0)
 
 
+def _broadcasts(a: torch.Size, b: torch.Size) -> bool:
+    return all(m == 1 or n in (1, m) for m, n in zip(reversed(a), reversed(b), strict=False))
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, *, step: Tensor | int, use_fp64: bool = False) -> Tensor:
     """Gumbel noise of the draft at one step, in plain torch: add it to `logits / temperature` and take the argmax.
 
@@ -128,16 +132,25 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, *, step: T
         FP32 (FP64 with `use_fp64`) [*rows, *ids], finite for every input.
 
     Raises:
-        TypeError: an argument has another dtype than listed.
+        TypeError: an argument has another type or dtype than listed.
+        ValueError: `positions` or `step` does not broadcast with `seeds`.
 
     >>> import torch
     >>> seeds, positions = torch.tensor([7, 8]), torch.tensor([100, 100])
     >>> gumbel_noise(seeds, positions, torch.arange(5), step=0).shape
     torch.Size([2, 5])
     """
+    for name, x in (("seeds", seeds), ("positions", positions), ("token_ids", token_ids)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if seeds.dtype != torch.int64:
         raise TypeError(f"seeds must be int64 (all 64 bits count), got {seeds.dtype}")
-    for name, ids in (("positions", positions), ("token_ids", token_ids)):
-        if ids.dtype not in (torch.int32, torch.int64):
+    for name, ids in (("positions", positions), ("token_ids", token_ids), ("step", step)):
+        if isinstance(ids, Tensor) and ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if not isinstance(step, (int, torch.SymInt, Tensor)) or isinstance(step, bool):
+        raise TypeError(f"step must be an int or an int tensor, got {type(step).__name__}")
+    for name, ids in (("positions", positions), ("step", step)):
+        if isinstance(ids, Tensor) and not _broadcasts(ids.shape, seeds.shape):
+            raise ValueError(f"{name} must broadcast with seeds, {tuple(seeds.shape)}, got shape {tuple(ids.shape)}")
     return -torch.log(log_argument(seeds, positions, token_ids, step, use_fp64))

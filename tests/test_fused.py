@@ -135,3 +135,17 @@ def test_captured_blocks_replay_with_rewritten_inputs(device: str, fork: bool) -
         assert torch.equal(tokens.cpu(), expected), seed
         assert same_bits(static["draft_logits"].cpu(), expected_cache), seed
         del junk
+
+
+@every_device
+def test_noise_of_other_requests_is_refused(device: str) -> None:
+    fused = FusedMarkov(700, 16, 5, device)
+    args = to(device, case())
+    for name in ("seeds", "sample_pos", "idx_mapping"):
+        _fork(fused, args)
+        with pytest.raises(ValueError, match=rf"^{name} must be the tensor that fork_noise got"):
+            fused.run(**{**args, name: args[name].clone()})
+    assert torch.equal(fused.run(**args).cpu(), oracle(args)[0]), "a refused block leaves no noise behind"
+    assert fused.noise_rows(6, 3) == 0, "more requests than announced"
+    with pytest.raises(TypeError, match=r"^max_rows must be an int"):
+        FusedMarkov(700, 16, 2.5, device)  # type: ignore[arg-type]  # what is tested

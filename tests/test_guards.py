@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -155,6 +156,19 @@ def test_noise_names_its_wrong_arguments() -> None:
         dspark_ops.gumbel_noise(seeds.int(), positions[0, :1], torch.arange(5), step=0)
     with pytest.raises(TypeError, match=r"^positions must"):
         dspark_ops.gumbel_noise(seeds, seeds.float(), torch.arange(5), step=0)
+    with pytest.raises(TypeError, match=r"^seeds must be a torch.Tensor"):
+        dspark_ops.gumbel_noise(7, positions[0], torch.arange(5), step=0)  # type: ignore[arg-type]  # what is tested
+    for step in (0.5, torch.zeros(4)):
+        with pytest.raises(TypeError, match=r"^step must"):
+            dspark_ops.gumbel_noise(seeds, seeds, torch.arange(5), step=step)  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ValueError, match=r"^positions must broadcast"):
+        dspark_ops.gumbel_noise(seeds, positions[0], torch.arange(5), step=0)
+
+
+def test_why_not_has_the_arguments_of_the_function_and_returns_a_reason() -> None:
+    signature = inspect.signature(dspark_ops.why_not)
+    assert signature.parameters == inspect.signature(dspark_ops.markov_sample_sequential).parameters
+    assert signature.return_annotation == "str | None"
 
 
 # Calls that the reference serves and the fused kernels do not, with a word of the reason.
