@@ -68,14 +68,14 @@ def markov_sample_sequential(
         draft_to_target: [V] int64; offsets of a reduced draft vocabulary, target id = v + draft_to_target[v], which must be in [0, V_target).
         bias_scale, bias_soft_cap: the bias becomes `cap * tanh(bias / cap)` and is then multiplied by the scale.
         output_scale, output_soft_cap: the logits after the addition become FP32, are multiplied by the scale, then `cap * tanh(logit / cap)`.
-        plan: "auto"; or "step" (fused) or "reference", for experiments and tests.
+        plan: "auto"; or "block" (one launch), "step" (launches for each step) or "reference", for experiments and tests.
 
     Returns:
         [R, K] int64, the draft tokens as target ids.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: an argument has a wrong shape, device or value, one that the others need is None, or `plan="step"` cannot serve the call.
+        ValueError: an argument has a wrong shape, device or value, one that the others need is None, or the plan cannot serve the call.
 
     >>> import torch
     >>> base_logits = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]])
@@ -112,7 +112,7 @@ def markov_sample_sequential(
         if not torch.compiler.is_exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
-                guards.note(reason)
+                guards.note(plan, reason)
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     try:
         if guards.runs_directly(call):
@@ -152,7 +152,8 @@ def why_not(*args: Any, **kwargs: Any) -> str | None:
     error = guards.error(call, plan)
     if error is not None:
         raise error
-    return guards.choose(call, plan)[1]
+    chosen, reason = guards.choose(call, plan)
+    return reason if chosen == "reference" else None
 
 
 def markov_noise(

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import guards, ops
+from . import block, guards, ops
 from .guards import Call
 
 # Noise ahead pays while its buffer is small beside the lm_head's traffic: 64 rows and steps of 163,840 entries are 42 MB.
 NOISE_ROWS = 64
+# A block of more steps allocates the scratch of its launch anew.
+MOST_STEPS = 16
 
 
 class FusedMarkov:
@@ -60,6 +62,8 @@ class FusedMarkov:
             self._best_key = torch.empty(maxima, dtype=ops.key_dtype(use_fp64), device=self.device)
             self._best_token = torch.empty(maxima, dtype=torch.int32, device=self.device)
             self._side = torch.cuda.Stream(self.device)
+            if guards.block_device_reason(self.device) is None:
+                self._scratch = block.new_scratch(MOST_STEPS, self.device)
             if not use_fp64:
                 self._noise = torch.empty((min(NOISE_ROWS, 16 * max_rows), vocab), dtype=torch.float32, device=self.device)
 
@@ -158,11 +162,13 @@ class FusedMarkov:
                     raise ValueError(f"{name} must be the tensor that fork_noise got, whose noise this would be, got another")
             call = call._replace(noise=forked)
         chosen, reason = guards.choose(call, plan)
-        if chosen != "step":
-            assert reason is not None
-            guards.note_once(reason)
-            return torch.ops.dspark.markov_sample_sequential(*call, chosen)
-        return ops.launch_steps(call, self._best_key, self._best_token)
+        if reason is not None:
+            guards.note_once(chosen, reason)
+        if chosen == "block":
+            return block.launch_block(call, self._scratch)
+        if chosen == "step":
+            return ops.launch_steps(call, self._best_key, self._best_token)
+        return torch.ops.dspark.markov_sample_sequential(*call, chosen)
 
 
 _samplers: weakref.WeakKeyDictionary[object, dict[tuple[torch.device, int, int, bool], FusedMarkov]] = weakref.WeakKeyDictionary()

@@ -21,7 +21,7 @@ logger = logging.getLogger("dspark_ops")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTS = (torch.int32, torch.int64)
-PLANS = ("auto", "step", "reference")
+PLANS = ("auto", "block", "step", "reference")
 MAX_FUSED_RANK = 512
 
 
@@ -284,9 +284,11 @@ def error(call: Call, plan: str) -> Exception | None:
         return found
     if plan not in PLANS:
         return ValueError(f"plan must be one of {', '.join(PLANS)}, got {plan!r}")
-    reason = reference_reason(call) if plan == "step" else None
+    reason = reference_reason(call) if plan in ("block", "step") else None
+    if reason is None and plan == "block":
+        reason = block_reason(call)
     if reason is not None and not nothing_to_draft(call.base_logits):  # an empty batch is no fault of the plan
-        return ValueError(f"plan must be 'auto' or 'reference' for this call, got 'step', which cannot serve it: {reason}")
+        return ValueError(f"plan must be 'auto' or one that serves this call, got '{plan}', which cannot: {reason}")
     return None
 
 
@@ -325,6 +327,11 @@ def has_triton() -> bool:
 
 
 @functools.cache
+def has_gluon() -> bool:
+    return has_triton() and importlib.util.find_spec("triton.experimental.gluon") is not None
+
+
+@functools.cache
 def _gpu_reason(index: int) -> str | None:
     if torch.version.hip is not None:
         arch = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
@@ -341,6 +348,23 @@ def device_reason(device: torch.device) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     return _gpu_reason(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _block_gpu_reason(index: int) -> str | None:
+    if torch.version.hip is not None:
+        return "one launch a block is made for NVIDIA GPUs"
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if (major, minor) == (9, 0) else f"the GPU has compute capability {major}.{minor}; one launch a block needs 9.0"
+
+
+@torch.compiler.assume_constant_result
+def block_device_reason(device: torch.device) -> str | None:
+    """Why the block launch does not run on a device, or None."""
+    reason = device_reason(device)
+    if reason is None and not has_gluon():
+        reason = "this Triton has no Gluon"
+    return reason or _block_gpu_reason(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def nothing_to_draft(t: Tensor) -> bool:
@@ -375,18 +399,38 @@ def reference_reason(call: Call) -> str | None:
     return None
 
 
+def block_reason(call: Call) -> str | None:
+    """Why step launches serve a call that the fused kernels serve and not one launch a block, or None."""
+    reason = block_device_reason(call.base_logits.device)
+    if reason is not None:
+        return reason
+    if call.use_fp64 and call.temperature is not None:
+        return "the noise is FP64"
+    w2 = call.markov_w2
+    if w2.dtype == torch.float32:
+        return "the weights are FP32"
+    if w2.stride(0) * w2.element_size() % 16 != 0 or guard_or_false(w2.storage_offset() * w2.element_size() % 16 != 0):
+        return "the rows of markov_w2 do not begin at multiples of 16 bytes"
+    return None
+
+
 @torch.compiler.assume_constant_result
-def note(reason: str) -> None:
-    """Logs why the reference serves a call; under Dynamo it runs while the graph is made, once a compilation, and breaks no graph."""
-    logger.info("markov_sample_sequential is served by the reference: %s", reason)
+def note(plan: str, reason: str) -> None:
+    """Logs why no better plan serves a call; under Dynamo it runs while the graph is made, once a compilation, and breaks no graph."""
+    logger.info("markov_sample_sequential is served by %s: %s", "the reference" if plan == "reference" else "step launches", reason)
 
 
 note_once = functools.cache(note)
 
 
 def choose(call: Call, plan: str) -> tuple[str, str | None]:
-    """The plan that serves a valid call ("step" or "reference"), and why it is not the fused one."""
+    """The plan that serves a valid call ("block", "step" or "reference"), and why it is not a better one."""
     if plan == "reference":
         return "reference", "plan='reference' was asked for"
     reason = reference_reason(call)
-    return ("step", None) if reason is None else ("reference", reason)
+    if reason is not None:
+        return "reference", reason
+    if plan == "step":
+        return "step", "plan='step' was asked for"
+    reason = block_reason(call)
+    return ("block", None) if reason is None else ("step", reason)

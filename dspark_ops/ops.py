@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from . import compile_cache, guards, reference
+from .block import sample_block, strides2
 from .guards import Call
 from .noise import block_log_argument, target_ids
 
@@ -87,13 +88,6 @@ def _device_of(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _strides2(t: Tensor | None) -> tuple[int, int]:
-    """The first two strides of an argument by row and step; an [R] one serves every step, one left out is never read."""
-    if t is None:
-        return 0, 0
-    return t.stride(0), (t.stride(1) if t.dim() > 1 else 0)
-
-
 def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor | None = None) -> Tensor:
     """Launches the 2 K kernels of a call that they serve, with flat scratch for R x programs maxima; `keys` [K, R, V] receives all keys."""
     base = call.base_logits
@@ -143,11 +137,11 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 call.markov_w2.stride(0),
                 0 if call.temperature is None else call.temperature.stride(0),
                 0 if call.seeds is None else call.seeds.stride(0),
-                *_strides2(call.sample_pos),
-                *_strides2(call.idx_mapping),
-                *_strides2(call.draft_logits),
+                *strides2(call.sample_pos),
+                *strides2(call.idx_mapping),
+                *strides2(call.draft_logits),
                 0 if call.cache_rows is None else call.cache_rows.stride(0),
-                *_strides2(call.noise),
+                *strides2(call.noise),
                 RANK=rank,
                 SAMPLED=call.temperature is not None,
                 NOISE_AHEAD=call.noise is not None,
@@ -191,9 +185,9 @@ def launch_noise(
             vocab_size,
             seeds.shape[0],
             seeds.stride(0),
-            *_strides2(sample_pos),
-            *_strides2(idx_mapping),
-            *_strides2(out),
+            *strides2(sample_pos),
+            *strides2(idx_mapping),
+            *strides2(out),
             MAPPED=token_ids is not None,
             FP64=out.dtype == torch.float64,
             LOGARITHM=logarithm,
@@ -229,8 +223,8 @@ def _write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: T
             num_slots,
             cache.shape[0],
             cache.shape[2],
-            *_strides2(logits),
-            *_strides2(slots),
+            *strides2(logits),
+            *strides2(slots),
             0 if call.cache_rows is None else call.cache_rows.stride(0),
             *cache.stride(),
             COMPACT=call.cache_rows is not None,
@@ -272,7 +266,9 @@ def sample(call: Call, plan: str) -> Tensor:
         return torch.ops.dspark.refuse(*call, plan)
     chosen, reason = guards.choose(call, plan)
     if reason is not None and guards.runs_now(call.base_logits):
-        guards.note_once(reason)  # where a graph is made, the function that users call notes it
+        guards.note_once(chosen, reason)  # where a graph is made, the function that users call notes it
+    if chosen == "block":
+        return sample_block(call)
     if chosen == "step":
         maxima = call.base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
         best_key = call.base_logits.new_empty((maxima,), dtype=key_dtype(call.use_fp64 and call.temperature is not None))

@@ -1,4 +1,7 @@
-"""Device functions of the sampling contract: hash, uniform, noise and key. `dspark_ops.noise` is the same arithmetic in plain torch."""
+"""Device functions of the sampling contract: hash, uniform, noise and key. `dspark_ops.noise` is the same arithmetic in plain torch.
+
+Triton and Gluon kernels share them, so nothing here asks for a layout.
+"""
 
 import triton
 import triton.language as tl
@@ -12,6 +15,12 @@ _C8, _C7, _C6, _C5, _C4, _C3, _C2, _C1 = (tl.constexpr(c) for c in SERIES)
 
 # Stands for "no token": it loses every comparison for the lowest id.
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _everywhere(x, value: tl.constexpr):
+    """`value` in the shape of integers or finite numbers `x`."""
+    return tl.where(x == x, value, value)
 
 
 @triton.jit
@@ -42,7 +51,7 @@ def finalize(h):
 def hash_prefix(seed, position, step, START: tl.constexpr):
     """The hash after the three words that all tokens of a row and step share: int64 seed XOR (step << 32), then the salted position."""
     keyed = seed ^ (tl.cast(step, tl.int64) << 32)
-    h = absorb(tl.full(seed.shape, START, tl.uint32), premix(keyed))
+    h = absorb(_everywhere(seed, START).to(tl.uint32), premix(keyed))
     h = absorb(h, premix(keyed >> 32))
     return absorb(h, premix(position.to(tl.int64) - 1 + _SALT))
 
@@ -54,14 +63,14 @@ def uniform_log(low):
     Below u = 1/4 a series of fused multiply-adds, else `-log(max(1 - u, 2^-24))`.
     """
     u = (low >> 16).to(tl.float32) * (2.0**-16) + ((low & 0xFFFF).to(tl.float32) + 0.5) * (2.0**-32)
-    series = tl.full(u.shape, _C8, tl.float32)
-    series = tl.fma(series, u, tl.full(u.shape, _C7, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C6, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C5, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C4, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C3, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C2, tl.float32))
-    series = tl.fma(series, u, tl.full(u.shape, _C1, tl.float32))
+    series = _everywhere(u, _C8)
+    series = tl.fma(series, u, _everywhere(u, _C7))
+    series = tl.fma(series, u, _everywhere(u, _C6))
+    series = tl.fma(series, u, _everywhere(u, _C5))
+    series = tl.fma(series, u, _everywhere(u, _C4))
+    series = tl.fma(series, u, _everywhere(u, _C3))
+    series = tl.fma(series, u, _everywhere(u, _C2))
+    series = tl.fma(series, u, _everywhere(u, _C1))
     return tl.where(u < 0.25, u * series, -tl.log(tl.maximum(1.0 - u, 2.0**-24)))
 
 

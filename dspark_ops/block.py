@@ -1,0 +1,180 @@
+"""The block launch: which shape a call gets, its scratch, and the opaque op that launches it.
+
+The grid barrier needs a cooperative launch, which compilers drop from kernels that they see into; hence an op of its own, under the op that
+users call. It has no optional mutated argument, which compilers stumble over: an empty tensor stands for no cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .guards import Call, has_gluon, runs_now
+
+if has_gluon():
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .kernels.block import block_kernel
+
+# Shared memory of a program on compute capability 9.0, less what the kernel needs beside weights and embeddings (measured: 5 KB).
+_SHARED_BYTES = 227 * 1024 - 5 * 1024
+# Rows of a launch; larger batches take several, which read markov_w2 anew.
+MAX_ROWS = 64
+
+
+class Shape(NamedTuple):
+    """Shape of the block kernel's programs: rows of a launch, warps that multiply 16 vocabulary entries each, tiles in shared memory."""
+
+    block_r: int
+    num_warps: int
+    slots: int
+    padded_rank: int
+
+
+def shape_for(num_requests: int, rank: int) -> Shape:
+    """The shape for a batch: the fewest rows that hold it, and as many tiles of markov_w2 ahead as fit."""
+    block_r = 1 if num_requests == 1 else min(MAX_ROWS, max(8, 1 << (num_requests - 1).bit_length()))
+    padded_rank = max(64, 1 << (rank - 1).bit_length())
+    num_warps = 8 if padded_rank <= 256 else 4
+    left = _SHARED_BYTES - max(8, block_r) * padded_rank * 2
+    return Shape(block_r, num_warps, min(8, left // (16 * num_warps * padded_rank * 2)), padded_rank)
+
+
+def new_scratch(num_steps: int, device: torch.device) -> Tensor:
+    """Zeroed scratch of a launch, which leaves it zeroed: the best keys of each step and row, and the count of programs that arrived."""
+    return torch.zeros(num_steps * MAX_ROWS + 1, dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _programs(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    """Launches the kernel for a call that it serves; `keys` [K, R, V] receives all keys of a batch of one launch."""
+    base, w2 = call.base_logits, call.markov_w2
+    num_requests, num_steps, _ = base.shape
+    tokens = base.new_empty((num_requests, num_steps), dtype=torch.int64)
+    if scratch is None or scratch.shape[0] <= num_steps * MAX_ROWS:
+        scratch = new_scratch(num_steps, base.device)
+    if runs_now(base) and call.draft_logits is not None:
+        torch.autograd.graph.increment_version(call.draft_logits)
+    best = scratch.view(torch.uint64)
+    arrived = scratch[-1:].view(torch.uint32)
+    rank = call.markov_w1.shape[1]
+    vocab_size = call.num_columns
+    shape = shape_for(num_requests, rank)
+    tile = [16 * shape.num_warps, shape.padded_rank]
+    weights = TensorDescriptor(w2, [vocab_size, rank], list(w2.stride()), tile, NVMMASharedLayout(128, 16, 2))
+    # An argument left out is a pointer that the kernel's flags keep it from using.
+    unused = call.anchor_ids
+    slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    cache = unused if call.draft_logits is None else call.draft_logits
+    with torch.cuda.device(base.device):
+        for start in range(0, num_requests, MAX_ROWS):
+            rows = slice(start, start + MAX_ROWS)
+            part = base[rows]
+            anchors, positions, mapping, ahead = (
+                unused if t is None else t[rows] for t in (call.anchor_ids, call.sample_pos, call.idx_mapping, call.noise)
+            )
+            block_kernel[(_programs(base.device.index),)](
+                weights,
+                part,
+                anchors,
+                call.markov_w1,
+                unused if call.temperature is None else call.temperature,
+                unused if call.seeds is None else call.seeds,
+                positions,
+                mapping,
+                cache,
+                unused if call.cache_rows is None else call.cache_rows,
+                ahead,
+                tokens[rows],
+                best,
+                arrived,
+                part if keys is None else keys,
+                part.shape[0],
+                num_steps,
+                vocab_size,
+                call.markov_w1.shape[0],
+                slots[0] if slots else 0,
+                cache.shape[0],
+                base.stride(0),
+                base.stride(1),
+                call.anchor_ids.stride(0),
+                call.markov_w1.stride(0),
+                0 if call.temperature is None else call.temperature.stride(0),
+                0 if call.seeds is None else call.seeds.stride(0),
+                *strides2(call.sample_pos),
+                *strides2(call.idx_mapping),
+                *strides2(call.draft_logits),
+                0 if call.cache_rows is None else call.cache_rows.stride(0),
+                *strides2(call.noise),
+                RANK=rank,
+                PADDED_RANK=shape.padded_rank,
+                SAMPLED=call.temperature is not None,
+                NOISE_AHEAD=call.noise is not None,
+                CACHED=call.draft_logits is not None,
+                COMPACT=call.cache_rows is not None,
+                WRITE_KEYS=keys is not None,
+                BLOCK_R=shape.block_r,
+                SLOTS=shape.slots,
+                num_warps=shape.num_warps,
+                launch_cooperative_grid=True,
+            )
+    return tokens
+
+
+def strides2(t: Tensor | None) -> tuple[int, int]:
+    """The first two strides of an argument by row and step; an [R] one serves every step, one left out is never read."""
+    if t is None:
+        return 0, 0
+    return t.stride(0), (t.stride(1) if t.dim() > 1 else 0)
+
+
+def sample_block(call: Call) -> Tensor:
+    """Samples by the block launch: at once in eager code, as one node in a graph."""
+    if runs_now(call.base_logits):
+        return launch_block(call)
+    cache = call.base_logits.new_empty(0) if call.draft_logits is None else call.draft_logits
+    return torch.ops.dspark.sample_block(*call[:8], cache, call.cache_rows, call.noise, call.vocab_size)
+
+
+def _sample_block(
+    base_logits: Tensor,
+    anchor_ids: Tensor,
+    markov_w1: Tensor,
+    markov_w2: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    sample_pos: Tensor | None,
+    idx_mapping: Tensor | None,
+    draft_logits: Tensor,
+    cache_rows: Tensor | None,
+    noise: Tensor | None,
+    vocab_size: int | None,
+) -> Tensor:
+    cache = draft_logits if draft_logits.dim() == 3 else None
+    return launch_block(
+        Call(
+            base_logits, anchor_ids, markov_w1, markov_w2, temperature, seeds, sample_pos, idx_mapping, cache, cache_rows, noise,
+            vocab_size=vocab_size,
+        )
+    )  # fmt: skip
+
+
+def _fake(base_logits: Tensor, *args: object) -> Tensor:
+    return base_logits.new_empty(base_logits.shape[:2], dtype=torch.int64)
+
+
+_library = torch.library.Library("dspark", "FRAGMENT")
+_library.define(
+    "sample_block" + torch.library.infer_schema(_sample_block, mutates_args=("draft_logits",)),
+    tags=(torch.Tag.needs_exact_strides,),  # the strides of the fake tensors are checked and planned with
+)
+_library.impl("sample_block", _sample_block, "CompositeExplicitAutograd")
+torch.library.register_fake("dspark::sample_block", _fake, lib=_library)
