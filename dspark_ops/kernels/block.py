@@ -4,29 +4,50 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .gumbel import NO_TOKEN, draws_noise, greedy_key, hash_prefix, log_argument, sampled_key
+from .gumbel import NO_TOKEN, draws_noise, greedy_key, hash_prefix, log_argument, sampled_key, token_hash, uniform_log
 
 # The name changed after Triton 3.6.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
-def _tile(turn, step, first, count):
-    """The program's tile at a turn. Odd steps walk backwards, so that they begin with what the L2 cache still holds of markov_w2."""
-    return first + gl.where(step % 2 == 0, turn, count - 1 - turn)
+def _tile(turn, step, first, streamed, HELD: gl.constexpr):
+    """The program's tile at a turn: first those that are streamed, then those held in registers, which begin its range.
+
+    Odd steps stream backwards, so that they begin with what the L2 cache still holds of markov_w2.
+    """
+    streaming = first + HELD + gl.where(step % 2 == 0, turn, streamed - 1 - turn)
+    return gl.where(turn < streamed, streaming, first + turn - streamed)
 
 
 @gluon.jit
-def _stream_weights(w2_desc, ring, full, empty, first, count, num_steps, BLOCK_V: gl.constexpr, RANK: gl.constexpr, SLOTS: gl.constexpr):
+def _stream_weights(
+    w2_desc, ring, full, empty, first, streamed, num_steps, BLOCK_V: gl.constexpr, RANK: gl.constexpr, SLOTS: gl.constexpr, HELD: gl.constexpr
+):  # fmt: skip
     """The producer's warp: tile after tile into the ring, as its slots come free; it never waits for a token."""
     done = 0
+    for held in range(HELD):
+        done = _stream_tile(w2_desc, ring, full, empty, first + held, done, BLOCK_V, RANK, SLOTS)
     for step in range(num_steps):
-        for turn in range(count):
-            slot = done % SLOTS
-            mbarrier.wait(empty.index(slot), ((done // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BLOCK_V * RANK * 2)
-            tma.async_copy_global_to_shared(w2_desc, [_tile(turn, step, first, count) * BLOCK_V, 0], full.index(slot), ring.index(slot))
-            done += 1
+        for turn in range(streamed):
+            done = _stream_tile(w2_desc, ring, full, empty, _tile(turn, step, first, streamed, HELD), done, BLOCK_V, RANK, SLOTS)
+
+
+@gluon.jit
+def _stream_tile(w2_desc, ring, full, empty, tile, done, BLOCK_V: gl.constexpr, RANK: gl.constexpr, SLOTS: gl.constexpr):
+    slot = done % SLOTS
+    mbarrier.wait(empty.index(slot), ((done // SLOTS) & 1) ^ 1)
+    mbarrier.expect(full.index(slot), BLOCK_V * RANK * 2)
+    tma.async_copy_global_to_shared(w2_desc, [tile * BLOCK_V, 0], full.index(slot), ring.index(slot))
+    return done + 1
+
+
+@gluon.jit
+def _release(empty, done, SLOTS: gl.constexpr):
+    """Gives the slot of a tile that all consumers have read back to the producer."""
+    _barrier()
+    mbarrier.arrive(empty.index(done % SLOTS), count=1)
+    return done + 1
 
 
 @gluon.jit
@@ -68,114 +89,226 @@ def _token(packed):
 
 
 @gluon.jit
+def _best_key(packed):
+    """The key of a packed word, -inf of 0."""
+    ordered = (packed >> 32).to(gl.uint32)
+    bits = gl.where(ordered >> 31 == 1, ordered & 0x7FFFFFFF, ~ordered)
+    return gl.where(packed == 0, float("-inf"), bits.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _keys_of_eight(
+    h0, h1, h2, h3, h4, h5, h6, h7, l0, l1, l2, l3, l4, l5, l6, l7, d0, d1, d2, d3, d4, d5, d6, d7, w0, w1, w2, w3, w4, w5, w6, w7
+):  # fmt: skip
+    """The keys of eight entries of a row, from hashes, logits and the divisor, where one of them may win; else -inf."""
+    k0 = float("-inf")
+    k1, k2, k3, k4, k5, k6, k7 = k0, k0, k0, k0, k0, k0, k0
+    if w0:
+        k0 = sampled_key(l0, d0, uniform_log(h0))
+        k1 = sampled_key(l1, d0, uniform_log(h1))
+        k2 = sampled_key(l2, d0, uniform_log(h2))
+        k3 = sampled_key(l3, d0, uniform_log(h3))
+        k4 = sampled_key(l4, d0, uniform_log(h4))
+        k5 = sampled_key(l5, d0, uniform_log(h5))
+        k6 = sampled_key(l6, d0, uniform_log(h6))
+        k7 = sampled_key(l7, d0, uniform_log(h7))
+    return k0, k1, k2, k3, k4, k5, k6, k7
+
+
+@gluon.jit
+def _of_eight(x, BLOCK_V: gl.constexpr, BLOCK_R: gl.constexpr):
+    return x.reshape([BLOCK_V // 8, 8, BLOCK_R])
+
+
+@gluon.jit
+def _screened_keys(hashes, logit, divisor, sampled, best, row_best, LOGITS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_R: gl.constexpr):
+    """Keys of sampled rows, exact where they can exceed or equal a key of the row that is known already, and -inf where they cannot.
+
+    The argument of the outer logarithm is at least u, and u at least hash 2^-32. So a key is at most logit / T - log(hash 2^-32), and eight
+    entries whose largest logit and smallest hash stay below the known key need no logarithm. The slack covers every rounding: those of the
+    exact key and of this bound are within 2^-20 of the terms and 0.01 (a few units in the last place of logarithms of at most 32).
+    A bound that is NaN computes the keys.
+    """
+    known = gl.max(_of_eight(best, BLOCK_V, BLOCK_R), axis=1)
+    row: gl.constexpr = gl.SliceLayout(0, known.type.layout)
+    known = gl.maximum(known, gl.convert_layout(row_best, row)[None, :])
+    largest = gl.max(_of_eight(logit, BLOCK_V, BLOCK_R), axis=1) / gl.convert_layout(divisor, row)[None, :]
+    smallest_hash = gl.min(_of_eight(hashes, BLOCK_V, BLOCK_R), axis=1).to(gl.float32)
+    slack = (gl.abs(largest) + gl.abs(known)) * (2.0**-20) + 0.01
+    cannot = smallest_hash > gl.exp2((largest - known + slack) * 1.4426950408889634 + 32.0)
+    may = gl.convert_layout(sampled, row)[None, :] & (cannot == 0)
+    eights = may.to(gl.int32)[:, None, :] + _of_eight(gl.zeros_like(hashes).to(gl.int32), BLOCK_V, BLOCK_R)
+    may_win = gl.convert_layout(eights.reshape([BLOCK_V, BLOCK_R]), LOGITS)
+    divisors = divisor[None, :] + gl.zeros_like(logit)
+    (keys,) = gl.map_elementwise(_keys_of_eight, hashes, logit, divisors, may_win, pack=8)
+    return keys
+
+
+@gluon.jit
+def _finish_tile(
+    dot, base, v, step, vocab_size, rows, row_ok, cache_ptr, cache_rows, written, cache_stride_row, cache_stride_k, sampled, divisor, prefix,
+    row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token, SAMPLED: gl.constexpr,
+    NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr, BLOCK_R: gl.constexpr,
+    BLOCK_V: gl.constexpr, COLUMNS: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr,
+):  # fmt: skip
+    """From the products of a tile to its logits in the cache and its keys, of which the best of each element is kept."""
+    logit_dtype: gl.constexpr = base.dtype
+    if BLOCK_R == 1:
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, PRODUCT))
+        only = gl.sum(gl.where(column[None, :] == 0, dot, 0.0), axis=1)
+        bias = gl.convert_layout(only.to(logit_dtype), gl.SliceLayout(1, LOGITS))[:, None]
+    else:
+        bias = gl.convert_layout(dot.to(logit_dtype), LOGITS)
+    logit = (base.to(gl.float32) + bias.to(gl.float32)).to(logit_dtype)
+    inside = (v < vocab_size)[:, None] & row_ok[None, :]
+    if CACHED:
+        gl.store(
+            cache_ptr + cache_rows[None, :] * cache_stride_row + step * cache_stride_k + v[:, None],
+            logit,
+            mask=inside & written[None, :],
+            cache_modifier=".cs",  # nobody reads it before the L2 cache is needed for markov_w2
+        )
+    key = greedy_key(logit.to(gl.float32))
+    if SAMPLED:
+        if NOISE_AHEAD:
+            argument = gl.load(
+                noise_ptr + rows[None, :] * noise_stride_r + step * noise_stride_k + v[:, None],
+                mask=inside & sampled[None, :],
+                other=1.0,
+                eviction_policy="evict_first",
+            )
+            noisy = sampled_key(logit.to(gl.float32), divisor[None, :], argument)
+        elif SCREENED:
+            hashes = token_hash(prefix[None, :], v[:, None])
+            noisy = _screened_keys(hashes, logit.to(gl.float32), divisor, sampled, best, row_best, LOGITS, BLOCK_V, BLOCK_R)
+        else:
+            noisy = sampled_key(logit.to(gl.float32), divisor[None, :], log_argument(prefix[None, :], prefix[None, :], v[:, None], False))
+        key = gl.where(sampled[None, :], noisy, key)
+    if WRITE_KEYS:
+        gl.store(keys_ptr + (step * num_requests + rows)[None, :] * vocab_size + v[:, None], key, mask=inside)
+    better = inside & ((key > best) | ((key == best) & (v[:, None] < best_token)))
+    return gl.where(better, key, best), gl.where(better, v[:, None], best_token)
+
+
+@gluon.jit
+def _load_base(base_logits_ptr, tile, step, rows, row_ok, vocab_size, stride_r, stride_k, BLOCK_V: gl.constexpr, LOGITS: gl.constexpr):
+    v = tile * BLOCK_V + gl.arange(0, BLOCK_V, gl.SliceLayout(1, LOGITS))
+    return gl.load(
+        base_logits_ptr + rows[None, :] * stride_r + gl.to_tensor(step).to(gl.int64) * stride_k + v[:, None],
+        mask=(v < vocab_size)[:, None] & row_ok[None, :],
+        other=0.0,
+        eviction_policy="evict_first",  # it is read once; the L2 cache is needed for markov_w2
+    )
+
+
+@gluon.jit
 def _sample(
-    ring, full, empty, embeddings, first, count, base_logits_ptr, anchor_ids_ptr, w1_ptr, temperature_ptr, seeds_ptr, sample_pos_ptr,
+    ring, full, empty, embeddings, first, streamed, base_logits_ptr, anchor_ids_ptr, w1_ptr, temperature_ptr, seeds_ptr, sample_pos_ptr,
     idx_mapping_ptr, draft_logits_ptr, cache_rows_ptr, noise_ptr, tokens_ptr, best_ptr, arrived_ptr, keys_ptr, num_requests, num_steps,
     vocab_size, target_vocab_size, num_slots, num_cache_rows, base_stride_r, base_stride_k, anchor_stride, w1_stride, temperature_stride,
     seeds_stride, pos_stride_r, pos_stride_k, idx_stride_r, idx_stride_k, draft_stride_row, draft_stride_k, cache_rows_stride, noise_stride_r,
     noise_stride_k, RANK: gl.constexpr, PADDED_RANK: gl.constexpr, SAMPLED: gl.constexpr, NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr,
-    COMPACT: gl.constexpr, WRITE_KEYS: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_V: gl.constexpr, SLOTS: gl.constexpr,
-    PRODUCT: gl.constexpr, LOGITS: gl.constexpr, GATHER: gl.constexpr,
+    COMPACT: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCK_V: gl.constexpr, SLOTS: gl.constexpr, HELD: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     """The consumers: gather the embeddings, multiply each tile that arrives, write the logits, keep the best keys, agree on the tokens."""
-    logit_dtype: gl.constexpr = base_logits_ptr.dtype.element_ty
     programs = gl.num_programs(0)
     entries = gl.arange(0, BLOCK_V, gl.SliceLayout(1, LOGITS))
-    rows = gl.arange(0, BLOCK_R, gl.SliceLayout(0, LOGITS))
-    row_ok = rows < num_requests
-    long_rows = rows.to(gl.int64)
+    short_rows = gl.arange(0, BLOCK_R, gl.SliceLayout(0, LOGITS))
+    row_ok = short_rows < num_requests
+    rows = short_rows.to(gl.int64)
     gathered = gl.arange(0, COLUMNS, gl.SliceLayout(1, GATHER))
     gathered_ok = gathered < gl.minimum(num_requests, BLOCK_R)
     k = gl.arange(0, PADDED_RANK, gl.SliceLayout(0, GATHER))
     previous = gl.load(anchor_ids_ptr + gathered.to(gl.int64) * anchor_stride, mask=gathered_ok, other=-1).to(gl.int64)
 
-    # Base logits are loaded a tile ahead of their use, across steps too: they depend on no token.
-    v = _tile(0, 0, first, count) * BLOCK_V + entries
-    next_base = gl.load(
-        base_logits_ptr + long_rows[None, :] * base_stride_r + v[:, None],
-        mask=(v < vocab_size)[:, None] & row_ok[None, :] & (count > 0),
-        other=0.0,
-    )
     done = 0
+    held = ()
+    for i in gl.static_range(HELD):
+        mbarrier.wait(full.index(i % SLOTS), i // SLOTS)
+        held = held + (ring.index(i % SLOTS).load(gl.DotOperandLayout(0, PRODUCT, 2)),)
+        done = _release(empty, done, SLOTS)
+
+    # Base logits are loaded a tile ahead of their use, across steps too: they depend on no token.
+    turns = streamed + HELD
+    tile = _tile(0, 0, first, streamed, HELD)
+    next_base = _load_base(base_logits_ptr, tile, 0, rows, row_ok, vocab_size, base_stride_r, base_stride_k, BLOCK_V, LOGITS)
     for step in range(num_steps):
         long_step = gl.to_tensor(step).to(gl.int64)
         known = (previous >= 0) & (previous < target_vocab_size)
         embedding = gl.load(w1_ptr + previous[:, None] * w1_stride + k[None, :], mask=known[:, None] & (k < RANK)[None, :], other=0.0)
+        slots = rows
+        sampled = row_ok
+        divisor = (short_rows * 0 + 1).to(gl.float32)
+        prefix = short_rows.to(gl.uint32)
         if SAMPLED or CACHED:
-            slots = gl.load(idx_mapping_ptr + long_rows * idx_stride_r + step * idx_stride_k, mask=row_ok, other=-1).to(gl.int64)
-            live = (slots >= 0) & (slots < num_slots)
+            slots = gl.load(idx_mapping_ptr + rows * idx_stride_r + step * idx_stride_k, mask=row_ok, other=-1).to(gl.int64)
+        live = (slots >= 0) & (slots < num_slots)
         if SAMPLED:
             temperature = gl.load(temperature_ptr + slots * temperature_stride, mask=live, other=0.0)
             sampled = draws_noise(temperature)
             divisor = gl.where(sampled, temperature, 1.0)
             if not NOISE_AHEAD:
                 seeds = gl.load(seeds_ptr + slots * seeds_stride, mask=sampled, other=0)
-                positions = gl.load(sample_pos_ptr + long_rows * pos_stride_r + step * pos_stride_k, mask=sampled, other=0)
+                positions = gl.load(sample_pos_ptr + rows * pos_stride_r + step * pos_stride_k, mask=sampled, other=0)
                 prefix = hash_prefix(seeds, positions, step, 0)
-        if CACHED:
-            cache_rows = slots
-            written = live
-            if COMPACT:
-                cache_rows = gl.load(cache_rows_ptr + slots * cache_rows_stride, mask=live, other=-1).to(gl.int64)
-                written = live & (cache_rows >= 0) & (cache_rows < num_cache_rows)
+        cache_rows = slots
+        written = live
+        if COMPACT:
+            cache_rows = gl.load(cache_rows_ptr + slots * cache_rows_stride, mask=live, other=-1).to(gl.int64)
+            written = live & (cache_rows >= 0) & (cache_rows < num_cache_rows)
         embeddings.store(embedding)
         fence_async_shared()
         _barrier()
 
         best = gl.full([BLOCK_V, BLOCK_R], float("-inf"), gl.float32, LOGITS)
         best_token = gl.full([BLOCK_V, BLOCK_R], NO_TOKEN, gl.int32, LOGITS)
-        for turn in range(count):
-            v = _tile(turn, step, first, count) * BLOCK_V + entries
+        row_best = gl.full([BLOCK_R], float("-inf"), gl.float32, gl.SliceLayout(0, LOGITS))
+        for turn in range(streamed):
             base = next_base
-            last = turn + 1 == count
+            v = tile * BLOCK_V + entries
+            last = turn + 1 == turns
             next_step = gl.where(last, gl.minimum(step + 1, num_steps - 1), step)
-            next_v = _tile(gl.where(last, 0, turn + 1), next_step, first, count) * BLOCK_V + entries
-            next_base = gl.load(
-                base_logits_ptr + long_rows[None, :] * base_stride_r + next_step.to(gl.int64) * base_stride_k + next_v[:, None],
-                mask=(next_v < vocab_size)[:, None] & row_ok[None, :],
-                other=0.0,
-            )
-            slot = done % SLOTS
-            mbarrier.wait(full.index(slot), (done // SLOTS) & 1)
+            tile = _tile(gl.where(last, 0, turn + 1), next_step, first, streamed, HELD)
+            next_base = _load_base(base_logits_ptr, tile, next_step, rows, row_ok, vocab_size, base_stride_r, base_stride_k, BLOCK_V, LOGITS)
+            mbarrier.wait(full.index(done % SLOTS), (done // SLOTS) & 1)
             zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
-            dot = warpgroup_mma(ring.index(slot), embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dot = warpgroup_mma(ring.index(done % SLOTS), embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
             dot = warpgroup_mma_wait(0, deps=[dot])
-            _barrier()  # all warpgroups have read the slot
-            mbarrier.arrive(empty.index(slot), count=1)
-            done += 1
-
-            if BLOCK_R == 1:
-                column = gl.arange(0, COLUMNS, gl.SliceLayout(0, PRODUCT))
-                only = gl.sum(gl.where(column[None, :] == 0, dot, 0.0), axis=1)
-                bias = gl.convert_layout(only.to(logit_dtype), gl.SliceLayout(1, LOGITS))[:, None]
+            done = _release(empty, done, SLOTS)
+            best, best_token = _finish_tile(
+                dot, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row, draft_stride_k,
+                sampled, divisor, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token,
+                SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, BLOCK_V, COLUMNS, PRODUCT, LOGITS,
+            )  # fmt: skip
+            if SCREENED:
+                # What other programs have found screens better than what this one has.
+                if turn == 0:
+                    packed = gl.max(_packed(best, best_token), axis=0)
+                    gl.atomic_max(best_ptr + step * BLOCK_R + short_rows, packed, mask=row_ok, sem="relaxed", scope="gpu")
+                if turn < 4:
+                    row_best = _best_key(gl.load(best_ptr + step * BLOCK_R + short_rows, mask=row_ok, other=0, volatile=True))
+        for i in gl.static_range(HELD):
+            base = next_base
+            v = tile * BLOCK_V + entries
+            if i + 1 < HELD:
+                next_step = step
+                tile = first + i + 1
             else:
-                bias = gl.convert_layout(dot.to(logit_dtype), LOGITS)
-            logit = (base.to(gl.float32) + bias.to(gl.float32)).to(logit_dtype)
-            inside = (v < vocab_size)[:, None] & row_ok[None, :]
-            if CACHED:
-                gl.store(
-                    draft_logits_ptr + cache_rows[None, :] * draft_stride_row + long_step * draft_stride_k + v[:, None],
-                    logit,
-                    mask=inside & written[None, :],
-                )
-            key = greedy_key(logit.to(gl.float32))
-            if SAMPLED:
-                if NOISE_AHEAD:
-                    argument = gl.load(
-                        noise_ptr + long_rows[None, :] * noise_stride_r + long_step * noise_stride_k + v[:, None],
-                        mask=inside & sampled[None, :],
-                        other=1.0,
-                    )
-                else:
-                    argument = log_argument(prefix[None, :], prefix[None, :], v[:, None], False)
-                key = gl.where(sampled[None, :], sampled_key(logit.to(gl.float32), divisor[None, :], argument), key)
-            if WRITE_KEYS:
-                gl.store(keys_ptr + (long_step * num_requests + long_rows)[None, :] * vocab_size + v[:, None], key, mask=inside)
-            better = inside & ((key > best) | ((key == best) & (v[:, None] < best_token)))
-            best = gl.where(better, key, best)
-            best_token = gl.where(better, v[:, None], best_token)
+                next_step = gl.minimum(step + 1, num_steps - 1)
+                tile = _tile(0, next_step, first, streamed, HELD)
+            next_base = _load_base(base_logits_ptr, tile, next_step, rows, row_ok, vocab_size, base_stride_r, base_stride_k, BLOCK_V, LOGITS)
+            zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
+            dot = warpgroup_mma(held[i], embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dot = warpgroup_mma_wait(0, deps=[dot])
+            best, best_token = _finish_tile(
+                dot, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row, draft_stride_k,
+                sampled, divisor, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token,
+                SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, BLOCK_V, COLUMNS, PRODUCT, LOGITS,
+            )  # fmt: skip
 
-        gl.atomic_max(best_ptr + step * BLOCK_R + rows, gl.max(_packed(best, best_token), axis=0), mask=row_ok, sem="relaxed", scope="gpu")
+        packed = gl.max(_packed(best, best_token), axis=0)
+        gl.atomic_max(best_ptr + step * BLOCK_R + short_rows, packed, mask=row_ok, sem="relaxed", scope="gpu")
         _barrier()
         if step + 1 < num_steps:
             gl.atomic_add(arrived_ptr, 1, sem="release", scope="gpu")
@@ -241,7 +374,9 @@ def block_kernel(
     COMPACT: gl.constexpr,  # cache_rows_ptr maps slots to rows of the cache
     WRITE_KEYS: gl.constexpr,
     BLOCK_R: gl.constexpr,  # 1 or a power of two of at least 8
+    SCREENED: gl.constexpr,  # logarithms only for keys that may win
     SLOTS: gl.constexpr,  # tiles of markov_w2 in shared memory
+    HELD: gl.constexpr,  # tiles that stay in registers from step to step
     num_warps: gl.constexpr,
 ):
     """Program p owns a contiguous range of tiles of 16 x num_warps vocabulary entries, for all rows and steps; all programs must run at once.
@@ -269,7 +404,8 @@ def block_kernel(
     tiles = (vocab_size + BLOCK_V - 1) // BLOCK_V
     program = gl.program_id(0)
     first = tiles * program // gl.num_programs(0)
-    count = tiles * (program + 1) // gl.num_programs(0) - first
+    # A range shorter than what is held reaches into the next program's, which then computes the same.
+    streamed = gl.maximum(tiles * (program + 1) // gl.num_programs(0) - first - HELD, 0)
 
     ring = gl.allocate_shared_memory(weight_dtype, [SLOTS, BLOCK_V, PADDED_RANK], w2_desc.layout)
     embeddings = gl.allocate_shared_memory(weight_dtype, [COLUMNS, PADDED_RANK], SWIZZLED)
@@ -285,15 +421,16 @@ def block_kernel(
             (
                 _sample,
                 (
-                    ring, full, empty, embeddings, first, count, base_logits_ptr, anchor_ids_ptr, w1_ptr, temperature_ptr, seeds_ptr,
+                    ring, full, empty, embeddings, first, streamed, base_logits_ptr, anchor_ids_ptr, w1_ptr, temperature_ptr, seeds_ptr,
                     sample_pos_ptr, idx_mapping_ptr, draft_logits_ptr, cache_rows_ptr, noise_ptr, tokens_ptr, best_ptr, arrived_ptr, keys_ptr,
                     num_requests, num_steps, vocab_size, target_vocab_size, num_slots, num_cache_rows, base_stride_r, base_stride_k,
                     anchor_stride, w1_stride, temperature_stride, seeds_stride, pos_stride_r, pos_stride_k, idx_stride_r, idx_stride_k,
                     draft_stride_row, draft_stride_k, cache_rows_stride, noise_stride_r, noise_stride_k, RANK, PADDED_RANK, SAMPLED,
-                    NOISE_AHEAD, CACHED, COMPACT, WRITE_KEYS, BLOCK_R, COLUMNS, BLOCK_V, SLOTS, PRODUCT, LOGITS, GATHER,
+                    NOISE_AHEAD, CACHED, COMPACT, WRITE_KEYS, SCREENED, BLOCK_R, COLUMNS, BLOCK_V, SLOTS, HELD, PRODUCT, LOGITS,
+                    GATHER,
                 ),
             ),
-            (_stream_weights, (w2_desc, ring, full, empty, first, count, num_steps, BLOCK_V, PADDED_RANK, SLOTS)),
+            (_stream_weights, (w2_desc, ring, full, empty, first, streamed, num_steps, BLOCK_V, PADDED_RANK, SLOTS, HELD)),
         ],
         [1],
         [24],

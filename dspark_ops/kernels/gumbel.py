@@ -83,12 +83,16 @@ def uniform_log_fp64(low, high):
 
 
 @triton.jit
+def token_hash(prefix, token):
+    return finalize(absorb(prefix, premix(token)))
+
+
+@triton.jit
 def log_argument(low_prefix, high_prefix, token, FP64: tl.constexpr):
     """The argument of the outer logarithm for prefixes and tokens that broadcast; `high_prefix` counts with FP64 only."""
-    mixed = premix(token)
-    low = finalize(absorb(low_prefix, mixed))
+    low = token_hash(low_prefix, token)
     if FP64:
-        return uniform_log_fp64(low, finalize(absorb(high_prefix, mixed)))
+        return uniform_log_fp64(low, token_hash(high_prefix, token))
     else:
         return uniform_log(low)
 
