@@ -97,59 +97,102 @@ def _best_key(packed):
 
 
 @gluon.jit
-def _keys_of_eight(
-    h0, h1, h2, h3, h4, h5, h6, h7, l0, l1, l2, l3, l4, l5, l6, l7, d0, d1, d2, d3, d4, d5, d6, d7, w0, w1, w2, w3, w4, w5, w6, w7
+def _with(best, token, key, v, limit):
+    """The better of two keys and its token, of equal keys the lower token; entries from `limit` on are none."""
+    better = (v < limit) & ((key > best) | ((key == best) & (v < token)))
+    return gl.where(better, key, best), gl.where(better, v, token)
+
+
+@gluon.jit
+def _key(hash_bits, logit, divisor, sampled):
+    return gl.where(sampled != 0, sampled_key(logit, divisor, uniform_log(hash_bits)), greedy_key(logit))
+
+
+@gluon.jit
+def _with_eight(
+    h0, h1, h2, h3, h4, h5, h6, h7, l0, l1, l2, l3, l4, l5, l6, l7, v0, v1, v2, v3, v4, v5, v6, v7,
+    d0, d1, d2, d3, d4, d5, d6, d7, s0, s1, s2, s3, s4, s5, s6, s7, n0, n1, n2, n3, n4, n5, n6, n7,
+    m0, m1, m2, m3, m4, m5, m6, m7, b0, b1, b2, b3, b4, b5, b6, b7, t0, t1, t2, t3, t4, t5, t6, t7,
 ):  # fmt: skip
-    """The keys of eight entries of a row, from hashes, logits and the divisor, where one of them may win; else -inf."""
-    k0 = float("-inf")
-    k1, k2, k3, k4, k5, k6, k7 = k0, k0, k0, k0, k0, k0, k0
-    if w0:
-        k0 = sampled_key(l0, d0, uniform_log(h0))
-        k1 = sampled_key(l1, d0, uniform_log(h1))
-        k2 = sampled_key(l2, d0, uniform_log(h2))
-        k3 = sampled_key(l3, d0, uniform_log(h3))
-        k4 = sampled_key(l4, d0, uniform_log(h4))
-        k5 = sampled_key(l5, d0, uniform_log(h5))
-        k6 = sampled_key(l6, d0, uniform_log(h6))
-        k7 = sampled_key(l7, d0, uniform_log(h7))
-    return k0, k1, k2, k3, k4, k5, k6, k7
+    """Eight entries of a row: if one of them may win, the better of theirs and what was best, in all eight places.
 
-
-@gluon.jit
-def _of_eight(x, BLOCK_V: gl.constexpr, BLOCK_R: gl.constexpr):
-    return x.reshape([BLOCK_V // 8, 8, BLOCK_R])
-
-
-@gluon.jit
-def _screened_keys(hashes, logit, divisor, sampled, best, row_best, LOGITS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_R: gl.constexpr):
-    """Keys of sampled rows, exact where they can exceed or equal a key of the row that is known already, and -inf where they cannot.
-
-    The argument of the outer logarithm is at least u, and u at least hash 2^-32. So a key is at most logit / T - log(hash 2^-32), and eight
-    entries whose largest logit and smallest hash stay below the known key need no logarithm. The slack covers every rounding: those of the
-    exact key and of this bound are within 2^-20 of the terms and 0.01 (a few units in the last place of logarithms of at most 32).
-    A bound that is NaN computes the keys.
+    The arguments are hashes, logits and ids; then, the same in all places, divisor, whether the row is sampled, the end of the vocabulary,
+    whether one may win, and the best key with its token.
     """
-    known = gl.max(_of_eight(best, BLOCK_V, BLOCK_R), axis=1)
-    row: gl.constexpr = gl.SliceLayout(0, known.type.layout)
-    known = gl.maximum(known, gl.convert_layout(row_best, row)[None, :])
-    largest = gl.max(_of_eight(logit, BLOCK_V, BLOCK_R), axis=1) / gl.convert_layout(divisor, row)[None, :]
-    smallest_hash = gl.min(_of_eight(hashes, BLOCK_V, BLOCK_R), axis=1).to(gl.float32)
-    slack = (gl.abs(largest) + gl.abs(known)) * (2.0**-20) + 0.01
-    cannot = smallest_hash > gl.exp2((largest - known + slack) * 1.4426950408889634 + 32.0)
-    may = gl.convert_layout(sampled, row)[None, :] & (cannot == 0)
-    eights = may.to(gl.int32)[:, None, :] + _of_eight(gl.zeros_like(hashes).to(gl.int32), BLOCK_V, BLOCK_R)
-    may_win = gl.convert_layout(eights.reshape([BLOCK_V, BLOCK_R]), LOGITS)
-    divisors = divisor[None, :] + gl.zeros_like(logit)
-    (keys,) = gl.map_elementwise(_keys_of_eight, hashes, logit, divisors, may_win, pack=8)
-    return keys
+    if m0:
+        b0, t0 = _with(b0, t0, _key(h0, l0, d0, s0), v0, n0)
+        b0, t0 = _with(b0, t0, _key(h1, l1, d0, s0), v1, n0)
+        b0, t0 = _with(b0, t0, _key(h2, l2, d0, s0), v2, n0)
+        b0, t0 = _with(b0, t0, _key(h3, l3, d0, s0), v3, n0)
+        b0, t0 = _with(b0, t0, _key(h4, l4, d0, s0), v4, n0)
+        b0, t0 = _with(b0, t0, _key(h5, l5, d0, s0), v5, n0)
+        b0, t0 = _with(b0, t0, _key(h6, l6, d0, s0), v6, n0)
+        b0, t0 = _with(b0, t0, _key(h7, l7, d0, s0), v7, n0)
+    return b0, b0, b0, b0, b0, b0, b0, b0, t0, t0, t0, t0, t0, t0, t0, t0
+
+
+@gluon.jit
+def _eights(x):
+    return x.reshape([x.shape[0] // 8, 8, x.shape[1]])
+
+
+@gluon.jit
+def _to_entries(x, like, LOGITS: gl.constexpr):
+    """A value for eight entries in the places of all of them."""
+    return gl.convert_layout((x[:, None, :] + _eights(like)).reshape(like.shape), LOGITS)
+
+
+@gluon.jit
+def _screened(
+    logit, prefix, v, divisor, inverse, sampled, row_ok, vocab_size, row_best, best, best_token, LOGITS: gl.constexpr, EIGHTS: gl.constexpr
+):
+    """Updates the best keys, [BLOCK_V / 8, BLOCK_R], by the entries of a tile that may win: for the others no logarithm is computed.
+
+    A key is at most logit / T - log(hash 2^-32): the argument of the outer logarithm is at least u, and u at least hash 2^-32. So eight entries
+    cannot win where their largest logit with their smallest hash stays below a key of the row that is known, be it this program's or another's.
+    The slack covers all rounding, that of the exact key and of this bound: 2^-20 of the terms, and 0.01, many units in the last place of
+    logarithms of at most 32. A bound that is NaN lets the keys be computed. Greedy rows compare logits.
+    """
+    row: gl.constexpr = gl.SliceLayout(0, EIGHTS)
+    known = gl.maximum(best, gl.convert_layout(_best_key(row_best), row)[None, :])
+    hashes = token_hash(prefix[None, :], v[:, None])
+    largest = gl.convert_layout(gl.max(_eights(logit), axis=1), EIGHTS)
+    smallest = gl.convert_layout(gl.min(_eights(hashes), axis=1), EIGHTS).to(gl.float32)
+    scaled = largest * gl.convert_layout(inverse, row)[None, :]
+    slack = (gl.abs(scaled) + gl.abs(known)) * (2.0**-20) + 0.01
+    below = gl.where(
+        gl.convert_layout(sampled, row)[None, :],
+        smallest > gl.exp2((scaled - known + slack) * 1.4426950408889634 + 32.0),
+        largest < known,
+    )
+    may_win = gl.convert_layout(row_ok, row)[None, :] & (below == 0)
+    none = gl.zeros_like(logit)
+    no_token = none.to(gl.int32)
+    best, best_token = gl.map_elementwise(
+        _with_eight,
+        hashes,
+        logit,
+        v[:, None] + no_token,
+        divisor[None, :] + none,
+        sampled.to(gl.int32)[None, :] + no_token,
+        vocab_size + no_token,
+        _to_entries(may_win.to(gl.int32), no_token, LOGITS),
+        _to_entries(best, none, LOGITS),
+        _to_entries(best_token, no_token, LOGITS),
+        pack=8,
+    )
+    return (
+        gl.convert_layout(gl.max(_eights(best), axis=1), EIGHTS),
+        gl.convert_layout(gl.min(_eights(best_token), axis=1), EIGHTS),
+    )
 
 
 @gluon.jit
 def _finish_tile(
-    dot, base, v, step, vocab_size, rows, row_ok, cache_ptr, cache_rows, written, cache_stride_row, cache_stride_k, sampled, divisor, prefix,
-    row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token, SAMPLED: gl.constexpr,
+    dot, empty, done, base, v, step, vocab_size, rows, row_ok, cache_ptr, cache_rows, written, cache_stride_row, cache_stride_k, sampled,
+    divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token, SAMPLED: gl.constexpr,
     NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr, BLOCK_R: gl.constexpr,
-    BLOCK_V: gl.constexpr, COLUMNS: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr,
+    COLUMNS: gl.constexpr, SLOTS: gl.constexpr, RELEASE: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """From the products of a tile to its logits in the cache and its keys, of which the best of each element is kept."""
     logit_dtype: gl.constexpr = base.dtype
@@ -159,6 +202,8 @@ def _finish_tile(
         bias = gl.convert_layout(only.to(logit_dtype), gl.SliceLayout(1, LOGITS))[:, None]
     else:
         bias = gl.convert_layout(dot.to(logit_dtype), LOGITS)
+    if RELEASE:
+        _release(empty, done, SLOTS)
     logit = (base.to(gl.float32) + bias.to(gl.float32)).to(logit_dtype)
     inside = (v < vocab_size)[:, None] & row_ok[None, :]
     if CACHED:
@@ -168,26 +213,30 @@ def _finish_tile(
             mask=inside & written[None, :],
             cache_modifier=".cs",  # nobody reads it before the L2 cache is needed for markov_w2
         )
-    key = greedy_key(logit.to(gl.float32))
-    if SAMPLED:
-        if NOISE_AHEAD:
-            argument = gl.load(
-                noise_ptr + rows[None, :] * noise_stride_r + step * noise_stride_k + v[:, None],
-                mask=inside & sampled[None, :],
-                other=1.0,
-                eviction_policy="evict_first",
-            )
-            noisy = sampled_key(logit.to(gl.float32), divisor[None, :], argument)
-        elif SCREENED:
-            hashes = token_hash(prefix[None, :], v[:, None])
-            noisy = _screened_keys(hashes, logit.to(gl.float32), divisor, sampled, best, row_best, LOGITS, BLOCK_V, BLOCK_R)
-        else:
-            noisy = sampled_key(logit.to(gl.float32), divisor[None, :], log_argument(prefix[None, :], prefix[None, :], v[:, None], False))
-        key = gl.where(sampled[None, :], noisy, key)
-    if WRITE_KEYS:
-        gl.store(keys_ptr + (step * num_requests + rows)[None, :] * vocab_size + v[:, None], key, mask=inside)
-    better = inside & ((key > best) | ((key == best) & (v[:, None] < best_token)))
-    return gl.where(better, key, best), gl.where(better, v[:, None], best_token)
+    if SCREENED:
+        best, best_token = _screened(
+            logit.to(gl.float32), prefix, v, divisor, inverse, sampled, row_ok, vocab_size, row_best, best, best_token, LOGITS, EIGHTS
+        )  # fmt: skip
+    else:
+        key = greedy_key(logit.to(gl.float32))
+        if SAMPLED:
+            if NOISE_AHEAD:
+                argument = gl.load(
+                    noise_ptr + rows[None, :] * noise_stride_r + step * noise_stride_k + v[:, None],
+                    mask=inside & sampled[None, :],
+                    other=1.0,
+                    eviction_policy="evict_first",
+                )
+                noisy = sampled_key(logit.to(gl.float32), divisor[None, :], argument)
+            else:
+                noisy = sampled_key(logit.to(gl.float32), divisor[None, :], log_argument(prefix[None, :], prefix[None, :], v[:, None], False))
+            key = gl.where(sampled[None, :], noisy, key)
+        if WRITE_KEYS:
+            gl.store(keys_ptr + (step * num_requests + rows)[None, :] * vocab_size + v[:, None], key, mask=inside)
+        better = inside & ((key > best) | ((key == best) & (v[:, None] < best_token)))
+        best = gl.where(better, key, best)
+        best_token = gl.where(better, v[:, None], best_token)
+    return best, best_token
 
 
 @gluon.jit
@@ -209,8 +258,11 @@ def _sample(
     seeds_stride, pos_stride_r, pos_stride_k, idx_stride_r, idx_stride_k, draft_stride_row, draft_stride_k, cache_rows_stride, noise_stride_r,
     noise_stride_k, RANK: gl.constexpr, PADDED_RANK: gl.constexpr, SAMPLED: gl.constexpr, NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr,
     COMPACT: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr,
-    BLOCK_V: gl.constexpr, SLOTS: gl.constexpr, HELD: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, GATHER: gl.constexpr,
+    BLOCK_V: gl.constexpr, SLOTS: gl.constexpr, HELD: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, EIGHTS: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
+    EACH: gl.constexpr = 8 if SCREENED else 1
+    BEST: gl.constexpr = EIGHTS if SCREENED else LOGITS
     """The consumers: gather the embeddings, multiply each tile that arrives, write the logits, keep the best keys, agree on the tokens."""
     programs = gl.num_programs(0)
     entries = gl.arange(0, BLOCK_V, gl.SliceLayout(1, LOGITS))
@@ -240,6 +292,7 @@ def _sample(
         slots = rows
         sampled = row_ok
         divisor = (short_rows * 0 + 1).to(gl.float32)
+        inverse = divisor
         prefix = short_rows.to(gl.uint32)
         if SAMPLED or CACHED:
             slots = gl.load(idx_mapping_ptr + rows * idx_stride_r + step * idx_stride_k, mask=row_ok, other=-1).to(gl.int64)
@@ -248,6 +301,7 @@ def _sample(
             temperature = gl.load(temperature_ptr + slots * temperature_stride, mask=live, other=0.0)
             sampled = draws_noise(temperature)
             divisor = gl.where(sampled, temperature, 1.0)
+            inverse = 1.0 / divisor
             if not NOISE_AHEAD:
                 seeds = gl.load(seeds_ptr + slots * seeds_stride, mask=sampled, other=0)
                 positions = gl.load(sample_pos_ptr + rows * pos_stride_r + step * pos_stride_k, mask=sampled, other=0)
@@ -261,9 +315,9 @@ def _sample(
         fence_async_shared()
         _barrier()
 
-        best = gl.full([BLOCK_V, BLOCK_R], float("-inf"), gl.float32, LOGITS)
-        best_token = gl.full([BLOCK_V, BLOCK_R], NO_TOKEN, gl.int32, LOGITS)
-        row_best = gl.full([BLOCK_R], float("-inf"), gl.float32, gl.SliceLayout(0, LOGITS))
+        best = gl.full([BLOCK_V // EACH, BLOCK_R], float("-inf"), gl.float32, BEST)
+        best_token = gl.full([BLOCK_V // EACH, BLOCK_R], NO_TOKEN, gl.int32, BEST)
+        row_best = gl.full([BLOCK_R], 0, gl.uint64, gl.SliceLayout(0, LOGITS))
         for turn in range(streamed):
             base = next_base
             v = tile * BLOCK_V + entries
@@ -275,19 +329,19 @@ def _sample(
             zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
             dot = warpgroup_mma(ring.index(done % SLOTS), embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
             dot = warpgroup_mma_wait(0, deps=[dot])
-            done = _release(empty, done, SLOTS)
             best, best_token = _finish_tile(
-                dot, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row, draft_stride_k,
-                sampled, divisor, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token,
-                SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, BLOCK_V, COLUMNS, PRODUCT, LOGITS,
+                dot, empty, done, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row,
+                draft_stride_k, sampled, divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests,
+                best, best_token, SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, COLUMNS, SLOTS, True, PRODUCT, LOGITS, EIGHTS,
             )  # fmt: skip
+            done += 1
             if SCREENED:
-                # What other programs have found screens better than what this one has.
+                # What other programs have found screens better than what this one has. It arrives while the next tile is multiplied.
                 if turn == 0:
-                    packed = gl.max(_packed(best, best_token), axis=0)
+                    packed = gl.convert_layout(gl.max(_packed(best, best_token), axis=0), gl.SliceLayout(0, LOGITS))
                     gl.atomic_max(best_ptr + step * BLOCK_R + short_rows, packed, mask=row_ok, sem="relaxed", scope="gpu")
                 if turn < 4:
-                    row_best = _best_key(gl.load(best_ptr + step * BLOCK_R + short_rows, mask=row_ok, other=0, volatile=True))
+                    row_best = gl.load(best_ptr + step * BLOCK_R + short_rows, mask=row_ok, other=0, volatile=True)
         for i in gl.static_range(HELD):
             base = next_base
             v = tile * BLOCK_V + entries
@@ -302,12 +356,12 @@ def _sample(
             dot = warpgroup_mma(held[i], embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
             dot = warpgroup_mma_wait(0, deps=[dot])
             best, best_token = _finish_tile(
-                dot, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row, draft_stride_k,
-                sampled, divisor, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token,
-                SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, BLOCK_V, COLUMNS, PRODUCT, LOGITS,
+                dot, empty, done, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row,
+                draft_stride_k, sampled, divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests,
+                best, best_token, SAMPLED, NOISE_AHEAD, CACHED, WRITE_KEYS, SCREENED, BLOCK_R, COLUMNS, SLOTS, False, PRODUCT, LOGITS, EIGHTS,
             )  # fmt: skip
 
-        packed = gl.max(_packed(best, best_token), axis=0)
+        packed = gl.convert_layout(gl.max(_packed(best, best_token), axis=0), gl.SliceLayout(0, LOGITS))
         gl.atomic_max(best_ptr + step * BLOCK_R + short_rows, packed, mask=row_ok, sem="relaxed", scope="gpu")
         _barrier()
         if step + 1 < num_steps:
@@ -374,29 +428,29 @@ def block_kernel(
     COMPACT: gl.constexpr,  # cache_rows_ptr maps slots to rows of the cache
     WRITE_KEYS: gl.constexpr,
     BLOCK_R: gl.constexpr,  # 1 or a power of two of at least 8
+    BLOCK_V: gl.constexpr,  # vocabulary entries of a tile
     SCREENED: gl.constexpr,  # logarithms only for keys that may win
     SLOTS: gl.constexpr,  # tiles of markov_w2 in shared memory
     HELD: gl.constexpr,  # tiles that stay in registers from step to step
     num_warps: gl.constexpr,
 ):
-    """Program p owns a contiguous range of tiles of 16 x num_warps vocabulary entries, for all rows and steps; all programs must run at once.
+    """Program p owns a contiguous range of tiles of BLOCK_V vocabulary entries, for all rows and steps; all programs must run at once.
 
     Arithmetic: that of `step_kernel`, with products by wgmma. Per step the programs' best keys meet in 64-bit atomic maxima (`_packed`), and
     a counter tells that all have arrived: writes before a program's release are seen by who acquires the full count, so the maxima are final.
     The counter only grows within a launch; the last program to arrive at the last step sets scratch back to zero.
     """
-    BLOCK_V: gl.constexpr = 16 * num_warps
     COLUMNS: gl.constexpr = 8 if BLOCK_R == 1 else BLOCK_R  # wgmma multiplies 8 at least
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, COLUMNS, 16])
+    ACROSS_R: gl.constexpr = num_warps * 16 // BLOCK_V
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[BLOCK_V // 16, ACROSS_R], instr_shape=[16, COLUMNS // ACROSS_R, 16]
+    )
     # Entries of a row lie together, up to 8 a thread: base logits and cache are read and written 16 bytes at a time.
     EACH: gl.constexpr = 1 if BLOCK_R == 1 else min(8, BLOCK_V * BLOCK_R // (32 * num_warps))
     ACROSS: gl.constexpr = min(32, BLOCK_V // EACH)
-    LOGITS: gl.constexpr = gl.BlockedLayout(
-        [EACH, 1],
-        [ACROSS, 32 // ACROSS],
-        [num_warps, 1] if BLOCK_R == 1 else [BLOCK_V // (EACH * ACROSS), num_warps * EACH * ACROSS // BLOCK_V],
-        [0, 1],
-    )
+    DOWN: gl.constexpr = num_warps if BLOCK_R == 1 else BLOCK_V // (EACH * ACROSS)
+    LOGITS: gl.constexpr = gl.BlockedLayout([EACH, 1], [ACROSS, 32 // ACROSS], [DOWN, num_warps // DOWN], [0, 1])
+    EIGHTS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8, 1], [ACROSS, 1, 32 // ACROSS], [DOWN, 1, num_warps // DOWN], [1, 0, 2]))
     GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [256 // min(256, PADDED_RANK), min(32, PADDED_RANK // 8)], [num_warps, 1], [1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     weight_dtype: gl.constexpr = w1_ptr.dtype.element_ty
@@ -427,7 +481,7 @@ def block_kernel(
                     anchor_stride, w1_stride, temperature_stride, seeds_stride, pos_stride_r, pos_stride_k, idx_stride_r, idx_stride_k,
                     draft_stride_row, draft_stride_k, cache_rows_stride, noise_stride_r, noise_stride_k, RANK, PADDED_RANK, SAMPLED,
                     NOISE_AHEAD, CACHED, COMPACT, WRITE_KEYS, SCREENED, BLOCK_R, COLUMNS, BLOCK_V, SLOTS, HELD, PRODUCT, LOGITS,
-                    GATHER,
+                    EIGHTS, GATHER,
                 ),
             ),
             (_stream_weights, (w2_desc, ring, full, empty, first, streamed, num_steps, BLOCK_V, PADDED_RANK, SLOTS, HELD)),
