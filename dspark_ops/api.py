@@ -107,7 +107,7 @@ def markov_sample_sequential(
     # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
     # of a wrong call is raised by the op in any case (see `ops._refuse`).
     if torch.compiler.is_compiling():
-        if not torch.compiler.is_exporting() and guards.error(call, plan) is None:
+        if not guards.exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
                 guards.note(reason)
