@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,45 @@ def test_wrong_arguments_of_the_noise_are_named_eager_and_compiled() -> None:
             function(inputs["hidden"], inputs["lm_head"], *slots)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_streams_are_forked_and_joined_within_the_operation(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for whom and what runs where, with streams that only write it down."""
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.cuda_stream = name, 0
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    entered = [Stream("current")]
+
+    @contextlib.contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        entered.append(stream)
+        yield
+        entered.pop()
+
+    def linear(*args: Tensor) -> Tensor:
+        log.append(f"linear on {entered[-1].name}")
+        if fails:
+            raise RuntimeError("shapes cannot be multiplied")
+        return F.linear(*args)
+
+    side = Stream("side")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: entered[-1])
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    monkeypatch.setattr(ops, "_side_stream", lambda device, current: side)
+    monkeypatch.setattr(ops, "launch_noise", lambda *args: log.append(f"noise on {entered[-1].name}"))
+    monkeypatch.setattr(ops, "F", SimpleNamespace(linear=linear))
+    inputs = _inputs(0, "cpu", 97)
+    slots = inputs["seeds"], inputs["first"].expand(-1, STEPS), inputs["idx_mapping"]
+    with pytest.raises(RuntimeError, match="multiplied") if fails else contextlib.nullcontext():
+        ops._linear_beside_noise(inputs["hidden"], inputs["lm_head"], None, *slots, None, False)
+    assert log == ["side waits for current", "noise on side", "linear on current", "current waits for side"]
+
+
 def _late(monkeypatch: pytest.MonkeyPatch, cycles: int) -> list[torch.cuda.Stream]:
     """Holds every noise kernel back on its stream, so that who does not wait for it finds something else. Returns the streams it ran on."""
     streams: list[torch.cuda.Stream] = []
@@ -192,6 +233,8 @@ def test_late_noise_shows_a_missing_join(device: str, monkeypatch: pytest.Monkey
 def test_a_failing_lm_head_leaves_the_streams_joined(device: str) -> None:
     inputs = _inputs(0, device, 3000)
     slots = inputs["seeds"], inputs["first"] + torch.arange(STEPS, device=device), inputs["idx_mapping"]
+    dspark_ops.lm_head_beside_noise(inputs["hidden"], inputs["lm_head"], *slots)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # which ends with an error where a stream is left behind
         with pytest.raises(RuntimeError):
@@ -199,6 +242,16 @@ def test_a_failing_lm_head_leaves_the_streams_joined(device: str) -> None:
         _, noise = dspark_ops.lm_head_beside_noise(inputs["hidden"], inputs["lm_head"], *slots)
     graph.replay()
     assert torch.equal(noise, dspark_ops.markov_noise(*slots, 3000))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+def test_gradients_flow_through_the_lm_head(device: str) -> None:
+    inputs = _inputs(0, device, 97)
+    slots = inputs["seeds"], inputs["first"] + torch.arange(STEPS, device=device), inputs["idx_mapping"]
+    weight = inputs["lm_head"].clone().requires_grad_()
+    base_logits, noise = dspark_ops.lm_head_beside_noise(inputs["hidden"], weight, *slots)
+    base_logits.float().sum().backward()
+    assert weight.grad is not None and weight.grad.any() and not noise.requires_grad
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
