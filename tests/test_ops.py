@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dspark_ops
-from dspark_ops import guards
+from dspark_ops import guards, reference
+from dspark_ops.guards import Call
 
 pytestmark = needs_compiler
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)]
@@ -98,6 +100,26 @@ def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[in
         expected, expected_cache = oracle(_batch(rows))
         assert torch.equal(tokens.cpu(), expected) and same_bits(args["draft_logits"].cpu(), expected_cache)
     assert counter.frame_count <= graphs
+
+
+def test_inductor_compiles_the_write_of_the_cache_for_every_batch() -> None:
+    """Its C++ for reductions differs where R is symbolic, which no other backend shows."""
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def write(cache: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor) -> None:
+        call = Call(logits, slots, logits, logits, idx_mapping=slots, draft_logits=cache)
+        reference.write_cache(call, cache.shape[0], None, logits)
+
+    for rows in (5, 33):
+        args = _batch(rows)
+        cache, slots, logits = args["draft_logits"], args["idx_mapping"], args["base_logits"]
+        slots[1] = -1
+        for t in (slots, logits):
+            torch._dynamo.mark_dynamic(t, 0)
+        expected = cache.clone()
+        expected[slots[slots >= 0].long()] = logits[slots >= 0]
+        write(cache, slots, logits)
+        assert same_bits(cache, expected)
 
 
 def test_everything_symbolic_gives_the_same() -> None:
