@@ -1,7 +1,7 @@
 """DSpark's sequential Markov sampling as an operation of PyTorch."""
 
-from .api import markov_noise, markov_sample_sequential, new_draft_logits, why_not
+from .api import lm_head_beside_noise, markov_noise, markov_sample_sequential, new_draft_logits, why_not
 from .fused import FusedMarkov
 from .noise import gumbel_noise
 
-__all__ = ["FusedMarkov", "gumbel_noise", "markov_noise", "markov_sample_sequential", "new_draft_logits", "why_not"]
+__all__ = ["FusedMarkov", "gumbel_noise", "lm_head_beside_noise", "markov_noise", "markov_sample_sequential", "new_draft_logits", "why_not"]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import guards, ops
@@ -109,7 +110,7 @@ def markov_sample_sequential(
     # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
     # of a wrong call is raised by the op in any case (see `ops._refuse`).
     if torch.compiler.is_compiling():
-        if not torch.compiler.is_exporting() and guards.error(call, plan) is None:
+        if not guards.exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
                 guards.note(plan, reason)
@@ -167,6 +168,10 @@ def markov_noise(
 ) -> Tensor:
     """The noise of a whole block, ahead of the logits: it depends on seeds, positions and ids alone, so it can run beside the lm_head.
 
+    This function runs in order on the current stream. In a compiled graph, a fork before the lm_head and a join after it would be two
+    operations whose places the compiler chooses, along with when it reuses the memory between them; `lm_head_beside_noise` is one operation
+    that does both. `FusedMarkov.fork_noise` serves any lm_head in eager code and captures.
+
     What is stored is the argument of the outer logarithm, `-log(1 - u)`, for `markov_sample_sequential(noise=...)`: a stored logarithm would
     round differently from one that is computed in the step.
 
@@ -195,6 +200,53 @@ def markov_noise(
     except RuntimeError as failure:
         error = guards.noise_error(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target)
         raise failure if error is None else error from None
+
+
+def lm_head_beside_noise(
+    hidden: Tensor,
+    weight: Tensor,
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    *,
+    bias: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    use_fp64: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The base logits, `torch.nn.functional.linear(hidden, weight, bias)`, and on a second stream meanwhile the noise of the block.
+
+    Both streams are joined within the operation, so there is nothing to wait for, in eager code, `torch.compile` and CUDA graphs. Where there
+    is no GPU, in exported programs, under autocast and where a gradient is to flow, it is `linear` and `markov_noise` in order, with the same
+    result.
+
+    Args:
+        hidden: [R, K, d]; hidden states of the K positions.
+        weight: [V, d], dtype of `hidden`; the lm_head.
+        seeds, sample_pos, idx_mapping, draft_to_target, use_fp64: as `markov_noise`.
+        bias: [V], dtype of `hidden`.
+
+    Returns:
+        base_logits [R, K, V] and noise [R, K, V], for `markov_sample_sequential(base_logits, ..., noise=noise)`. The noise is much memory,
+        see `markov_noise`; it pays for small batches, where the lm_head waits for memory and leaves room on the GPU.
+
+    Raises:
+        TypeError, ValueError: as `markov_noise`. What is wrong with hidden, weight and bias is raised by `linear`.
+
+    >>> import torch
+    >>> slots = torch.tensor([5]), torch.tensor([[10, 11]]), torch.tensor([0])
+    >>> base_logits, noise = lm_head_beside_noise(torch.ones(1, 2, 8), torch.ones(4, 8), *slots)
+    >>> base_logits.shape, torch.equal(noise, markov_noise(*slots, 4))
+    (torch.Size([1, 2, 4]), True)
+    """
+    if (
+        guards.device_reason(weight.device) is None
+        and not guards.exporting()
+        and not torch.is_autocast_enabled(weight.device.type)
+        and not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+    ):
+        return torch.ops.dspark.linear_beside_noise(hidden, weight, bias, seeds, sample_pos, idx_mapping, draft_to_target, use_fp64)
+    noise = markov_noise(seeds, sample_pos, idx_mapping, weight.shape[0], draft_to_target=draft_to_target, use_fp64=use_fp64)
+    return F.linear(hidden, weight, bias), noise
 
 
 def new_draft_logits(

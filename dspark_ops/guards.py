@@ -67,6 +67,12 @@ def runs_now(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """Whether a program is being exported, by what was set: Dynamo of torch 2.11 answers True in every compilation."""
+    return torch.compiler.is_exporting()
+
+
 def runs_directly(call: Call) -> bool:
     """Whether an eager call may skip the dispatcher, which costs more than the checks: no mode, transform, trace, profile or gradient is to
     see the op, so all that the dispatcher would do is to run its body.
@@ -91,58 +97,67 @@ def _below(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
     return guard_or_false(a < b)
 
 
+class Wrong(NamedTuple):
+    """An error to be. As an exception it could not be an operand of `or`: Dynamo of torch 2.11 does not know whether one is true."""
+
+    kind: type[Exception]
+    text: str
+
+    def error(self) -> Exception:
+        return self.kind(self.text)
+
+
 def _shown(x: object) -> object:
     """A number for an error message. Dynamo has no text for a symbolic one, nor needs it: the error is raised when the graph runs."""
     return "?" if torch.compiler.is_compiling() else x
 
 
-def _tensor(
-    name: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layouts: str, dims: tuple[int, ...]
-) -> Exception | None:
+def _tensor(name: str, t: object, device: torch.device, dtypes: tuple[torch.dtype, ...], layouts: str, dims: tuple[int, ...]) -> Wrong | None:
     """What is wrong with the type, dtype, number of dimensions or device of an argument."""
     if not isinstance(t, Tensor):
-        return TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        return Wrong(TypeError, f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
-        return TypeError(f"{name} must be a strided tensor, got layout {t.layout}; call .to_dense() first")
+        return Wrong(TypeError, f"{name} must be a strided tensor, got layout {t.layout}; call .to_dense() first")
     if t.dtype not in dtypes:
-        return TypeError(
+        return Wrong(
+            TypeError,
             f"{name} must be {' or '.join([str(d) for d in dtypes])}, got {t.dtype}; convert it first (packed or quantised data is never "
-            "read as numbers)"
+            "read as numbers)",
         )
     if t.dim() not in dims:
-        return ValueError(f"{name} must be {layouts}, got shape {tuple(t.shape)}")
+        return Wrong(ValueError, f"{name} must be {layouts}, got shape {tuple(t.shape)}")
     if t.device != device:
-        return ValueError(f"{name} must be on the device of the other tensors, {device}, got {t.device}")
+        return Wrong(ValueError, f"{name} must be on the device of the other tensors, {device}, got {t.device}")
     return None
 
 
-def _size(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Exception | None:
+def _size(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Wrong | None:
     """What is wrong with one size of an argument, where `source` says what the size comes from."""
     if _differs(t.shape[dim], size):
-        return ValueError(f"{name} must be {layout} with {source} = {_shown(size)}, got shape {tuple(t.shape)}")
+        return Wrong(ValueError, f"{name} must be {layout} with {source} = {_shown(size)}, got shape {tuple(t.shape)}")
     return None
 
 
-def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Exception | None:
+def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt, source: str) -> Wrong | None:
     if _below(t.shape[dim], size):
-        return ValueError(f"{name} must be {layout}, at least {_shown(size)} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
+        return Wrong(ValueError, f"{name} must be {layout}, at least {_shown(size)} ({source}) in dimension {dim}, got shape {tuple(t.shape)}")
     return None
 
 
-def _number(name: str, x: object, positive: bool) -> Exception | None:
+def _number(name: str, x: object, positive: bool) -> Wrong | None:
     if not isinstance(x, (int, float)) or isinstance(x, bool):
-        return TypeError(f"{name} must be a number, got {type(x).__name__}")
+        return Wrong(TypeError, f"{name} must be a number, got {type(x).__name__}")
     # Comparisons instead of math.isfinite: the number is symbolic under dynamic=True.
     if not -sys.float_info.max <= x <= sys.float_info.max or (positive and x <= 0):
-        return ValueError(f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
+        return Wrong(ValueError, f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
     return None
 
 
-def _weights_error(call: Call) -> Exception | None:
+def _weights_error(call: Call) -> Wrong | None:
     """What is wrong with the logits, the weights and the options that say how the two meet."""
     base, w1, w2 = call.base_logits, call.markov_w1, call.markov_w2
     if not isinstance(base, Tensor):
-        return TypeError(f"base_logits must be a torch.Tensor, got {type(base).__name__}")
+        return Wrong(TypeError, f"base_logits must be a torch.Tensor, got {type(base).__name__}")
     device = base.device
     error = (
         _tensor("base_logits", base, device, FLOATS, "[R, K, V]", (3,))
@@ -154,11 +169,13 @@ def _weights_error(call: Call) -> Exception | None:
     if error is not None:
         return error
     if w2.dtype != w1.dtype:
-        return TypeError(f"markov_w2 must have the dtype of markov_w1, {w1.dtype}, got {w2.dtype}")
+        return Wrong(TypeError, f"markov_w2 must have the dtype of markov_w1, {w1.dtype}, got {w2.dtype}")
     if _below(w1.shape[1], 1):
-        return ValueError("markov_w1 must have a Markov rank of at least 1, got rank 0: a drafter without a Markov head needs plain sampling")
+        return Wrong(
+            ValueError, "markov_w1 must have a Markov rank of at least 1, got rank 0: a drafter without a Markov head needs plain sampling"
+        )
     if _below(base.shape[2], 1):
-        return ValueError(f"base_logits must have at least one vocabulary column, got shape {tuple(base.shape)}")
+        return Wrong(ValueError, f"base_logits must have at least one vocabulary column, got shape {tuple(base.shape)}")
     error = _size("markov_w2", w2, 1, "[V, rank]", w1.shape[1], "rank of markov_w1")
     if error is not None:
         return error
@@ -171,15 +188,16 @@ def _weights_error(call: Call) -> Exception | None:
         if error is None and call.draft_to_target is not None:
             error = _size("draft_to_target", call.draft_to_target, 0, "[V]", base.shape[2], "V of base_logits")
         elif error is None and _differs(w1.shape[0], w2.shape[0]):
-            error = ValueError(
+            error = Wrong(
+                ValueError,
                 f"markov_w1 must have as many rows as markov_w2 ({_shown(w2.shape[0])}), got {_shown(w1.shape[0])}; pass "
-                "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded"
+                "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded",
             )
         return error
     if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):
-        return TypeError(f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
+        return Wrong(TypeError, f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
     if call.vocab_size < 1 or _below(base.shape[2], call.vocab_size):
-        return ValueError(f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
+        return Wrong(ValueError, f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
     error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
         "markov_w2", w2, 0, "[V, rank]", call.vocab_size, "vocab_size"
     )
@@ -188,7 +206,7 @@ def _weights_error(call: Call) -> Exception | None:
     return error
 
 
-def _slots_error(call: Call) -> Exception | None:
+def _slots_error(call: Call) -> Wrong | None:
     """What is wrong with the arguments of the request slots: temperature, seeds, positions, mapping and precomputed noise."""
     base = call.base_logits
     device = base.device
@@ -199,8 +217,8 @@ def _slots_error(call: Call) -> Exception | None:
         needed = ("idx_mapping",)
     for name in needed:
         if getattr(call, name) is None:
-            return ValueError(
-                f"{name} must be a tensor where {'draft_logits' if call.temperature is None else 'temperature'} is given, got None"
+            return Wrong(
+                ValueError, f"{name} must be a tensor where {'draft_logits' if call.temperature is None else 'temperature'} is given, got None"
             )
     slots: tuple[int, str] | None = None  # S and the argument that it comes from
     per_slot: tuple[tuple[str, Tensor | None, tuple[torch.dtype, ...]], ...] = (
@@ -241,11 +259,11 @@ def _slots_error(call: Call) -> Exception | None:
     return None
 
 
-def _cache_error(call: Call) -> Exception | None:
+def _cache_error(call: Call) -> Wrong | None:
     """What is wrong with the cache of draft logits."""
     cache = call.draft_logits
     if cache is None:
-        return None if call.cache_rows is None else ValueError("cache_rows must be None where draft_logits is None, got a tensor")
+        return None if call.cache_rows is None else Wrong(ValueError, "cache_rows must be None where draft_logits is None, got a tensor")
     layout = "[S, K, >= V_target]"
     dtype = torch.float32 if call.transforms_output else call.base_logits.dtype
     error = _tensor("draft_logits", cache, call.base_logits.device, FLOATS, layout, (3,))
@@ -253,10 +271,10 @@ def _cache_error(call: Call) -> Exception | None:
         return error
     if cache.dtype != dtype:
         what = "torch.float32 with output_scale or output_soft_cap" if call.transforms_output else f"the dtype of base_logits, {dtype}"
-        return TypeError(f"draft_logits must have {what}, got {cache.dtype}: it holds just what was sampled from")
+        return Wrong(TypeError, f"draft_logits must have {what}, got {cache.dtype}: it holds just what was sampled from")
     for stride, size in zip(cache.stride(), cache.shape, strict=True):
         if guard_or_false(stride == 0) and guard_or_false(size > 1):
-            return ValueError(f"draft_logits must not overlap itself, got strides {cache.stride()}; make it with new_draft_logits")
+            return Wrong(ValueError, f"draft_logits must not overlap itself, got strides {cache.stride()}; make it with new_draft_logits")
     error = _reach("draft_logits", cache, 1, layout, call.base_logits.shape[1], "K of base_logits")
     if error is None and call.cache_rows is None:
         for name, t in (("temperature", call.temperature), ("seeds", call.seeds)):
@@ -272,7 +290,7 @@ def error(call: Call, plan: str) -> Exception | None:
     """The TypeError or ValueError that a call deserves, naming the argument, what it must be and what it is; None for a valid call."""
     found = _weights_error(call) or _slots_error(call)
     if found is not None:
-        return found
+        return found.error()
     found = (
         _number("bias_scale", call.bias_scale, positive=False)
         or (None if call.bias_soft_cap is None else _number("bias_soft_cap", call.bias_soft_cap, positive=True))
@@ -281,7 +299,7 @@ def error(call: Call, plan: str) -> Exception | None:
         or _cache_error(call)
     )
     if found is not None:
-        return found
+        return found.error()
     if plan not in PLANS:
         return ValueError(f"plan must be one of {', '.join(PLANS)}, got {plan!r}")
     reason = reference_reason(call) if plan in ("block", "step") else None
@@ -303,13 +321,13 @@ def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_si
         or _tensor("idx_mapping", idx_mapping, device, INTS, "[R] or [R, K]", (1, 2))
     )
     if found is not None:
-        return found
+        return found.error()
     assert isinstance(sample_pos, Tensor) and isinstance(idx_mapping, Tensor)
     found = _size("idx_mapping", idx_mapping, 0, "[R] or [R, K]", sample_pos.shape[0], "R of sample_pos")
     if found is None and idx_mapping.dim() == 2:
         found = _size("idx_mapping", idx_mapping, 1, "[R, K]", sample_pos.shape[1], "K of sample_pos")
     if found is not None:
-        return found
+        return found.error()
     if not isinstance(vocab_size, (int, torch.SymInt)) or isinstance(vocab_size, bool):
         return TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
     if _below(vocab_size, 1):
@@ -318,7 +336,7 @@ def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_si
         found = _tensor("draft_to_target", draft_to_target, device, (torch.int64,), "[V]", (1,))
         if found is None and isinstance(draft_to_target, Tensor):
             found = _reach("draft_to_target", draft_to_target, 0, "[V]", vocab_size, "vocab_size")
-    return found
+    return None if found is None else found.error()
 
 
 @functools.cache

@@ -1,17 +1,20 @@
 """The operators of the namespace `dspark`: schemas, fakes, bodies that choose kernels or the reference, and the launches.
 
 `dspark::markov_sample_sequential` and `dspark::markov_noise` are `triton_op`s, so Inductor sees the kernels, or the aten operations where the
-reference serves. Importing this module neither imports Triton where it is missing nor touches a GPU.
+reference serves. `dspark::linear_beside_noise` is opaque, since it holds two streams. Importing this module neither imports Triton where it is
+missing nor touches a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
@@ -251,13 +254,71 @@ def _noise(
     if guards.device_reason(seeds.device) is not None or guards.nothing_to_draft(sample_pos):
         every_id = target_ids(vocab_size, draft_to_target, seeds.device)
         return block_log_argument(seeds, sample_pos, idx_mapping, every_id, use_fp64)
+    return _noise_by_kernel(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64, contextlib.nullcontext())
+
+
+def _noise_by_kernel(
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    vocab_size: int,
+    draft_to_target: Tensor | None,
+    use_fp64: bool,
+    stream: contextlib.AbstractContextManager[Any],
+) -> Tensor:
+    """The noise by the kernel, which is launched within `stream`; all memory is the current stream's."""
     token_ids = None if draft_to_target is None else target_ids(vocab_size, draft_to_target, seeds.device)
     out = seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
-    launch_noise(seeds, sample_pos, idx_mapping, vocab_size, token_ids, out)
+    with stream:
+        launch_noise(seeds, sample_pos, idx_mapping, vocab_size, token_ids, out)
     return out
 
 
 markov_noise = triton_op("dspark::markov_noise", _noise, mutates_args=())
+
+
+@functools.cache
+def _side_stream(device: torch.device, current: int) -> torch.cuda.Stream:
+    """The stream beside a current one, by its handle: two that share a side stream would wait for each other, and captures would meet."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _forked(device: torch.device) -> Iterator[None]:
+    """Launches go to the side stream, after what the current stream holds."""
+    current = torch.cuda.current_stream(device)
+    side = _side_stream(device, current.cuda_stream)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+
+
+def _join(device: torch.device) -> None:
+    """Makes the current stream wait for its side stream."""
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(_side_stream(device, current.cuda_stream))
+
+
+def _linear_beside_noise(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    draft_to_target: Tensor | None,
+    use_fp64: bool,
+) -> tuple[Tensor, Tensor]:
+    given = (seeds, sample_pos, idx_mapping, weight.shape[0], draft_to_target)
+    if guards.noise_error(*given) is not None or guards.nothing_to_draft(sample_pos):
+        return F.linear(hidden, weight, bias), _noise(*given, use_fp64)
+    # No compiler sees into this op, and it returns with the streams joined. So what is given and what is returned is in order on the current
+    # stream for everyone else: a compiler may free, reuse or overwrite any buffer before or after it.
+    try:
+        noise = _noise_by_kernel(*given, use_fp64, _forked(weight.device))
+        return F.linear(hidden, weight, bias), noise
+    finally:
+        _join(weight.device)  # after an error as well: the memory of the noise goes back to the current stream
 
 
 def sample(call: Call, plan: str) -> Tensor:
@@ -359,6 +420,19 @@ def _fake_noise(
     return seeds.new_empty((*sample_pos.shape, vocab_size), dtype=key_dtype(use_fp64))
 
 
+def _fake_linear_beside_noise(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seeds: Tensor,
+    sample_pos: Tensor,
+    idx_mapping: Tensor,
+    draft_to_target: Tensor | None,
+    use_fp64: bool,
+) -> tuple[Tensor, Tensor]:
+    return F.linear(hidden, weight, bias), _fake_noise(seeds, sample_pos, idx_mapping, weight.shape[0], draft_to_target, use_fp64)
+
+
 _library = torch.library.Library("dspark", "FRAGMENT")
 
 
@@ -378,6 +452,9 @@ def _define_refusal(name: str, op: Callable[..., Tensor], error_of: Callable[...
 
 torch.library.register_fake("dspark::markov_sample_sequential", _fake_sample)
 torch.library.register_fake("dspark::markov_noise", _fake_noise)
+_library.define("linear_beside_noise" + torch.library.infer_schema(_linear_beside_noise, mutates_args=()))
+_library.impl("linear_beside_noise", _linear_beside_noise, "CUDA")
+torch.library.register_fake("dspark::linear_beside_noise", _fake_linear_beside_noise, lib=_library)
 _define_refusal("refuse", _sample, _error, _fake_sample)
 _define_refusal("refuse_noise", _noise, _noise_error, _fake_noise)
 

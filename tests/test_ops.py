@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dspark_ops
-from dspark_ops import guards
+from dspark_ops import guards, reference
+from dspark_ops.guards import Call
 
 pytestmark = needs_compiler
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)]
@@ -99,6 +102,26 @@ def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[in
     assert counter.frame_count <= graphs
 
 
+def test_inductor_compiles_the_write_of_the_cache_for_every_batch() -> None:
+    """Its C++ for reductions differs where R is symbolic, which no other backend shows."""
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def write(cache: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor) -> None:
+        call = Call(logits, slots, logits, logits, idx_mapping=slots, draft_logits=cache)
+        reference.write_cache(call, cache.shape[0], None, logits)
+
+    for rows in (5, 33):
+        args = _batch(rows)
+        cache, slots, logits = args["draft_logits"], args["idx_mapping"], args["base_logits"]
+        slots[1] = -1
+        for t in (slots, logits):
+            torch._dynamo.mark_dynamic(t, 0)
+        expected = cache.clone()
+        expected[slots[slots >= 0].long()] = logits[slots >= 0]
+        write(cache, slots, logits)
+        assert same_bits(cache, expected)
+
+
 def test_everything_symbolic_gives_the_same() -> None:
     compiled = torch.compile(dspark_ops.markov_sample_sequential, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows, steps, vocab, rank in ((3, 2, 97, 16), (4, 3, 111, 32)):
@@ -170,7 +193,7 @@ def test_exported_programs_carry_auto(strict: bool, tmp_path: FilePath) -> None:
     assert expected_cache is not None and same_bits(loaded.draft_logits, expected_cache)
 
 
-def _graph(args: Arguments) -> torch.fx.GraphModule:
+def _graph(args: Arguments, function: Callable[..., Any] = dspark_ops.markov_sample_sequential) -> torch.fx.GraphModule:
     """The graph that a compiler gets for a call; the compilation ends there."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -178,7 +201,7 @@ def _graph(args: Arguments) -> torch.fx.GraphModule:
         graphs.append(graph)
         raise InterruptedError
 
-    compiled = torch.compile(dspark_ops.markov_sample_sequential, backend=aot_autograd(fw_compiler=capture), fullgraph=True)
+    compiled = torch.compile(function, backend=aot_autograd(fw_compiler=capture), fullgraph=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="InterruptedError"):
         compiled(**args)
     return graphs[0]
@@ -226,6 +249,21 @@ def test_without_a_cache_nothing_of_the_users_is_mutated(cuda_without_a_gpu: Any
     assert mutated == {"best_key_ptr", "best_token_ptr", "tokens_ptr"}
 
 
+def test_the_compiler_sees_one_operation_that_runs_the_lm_head_beside_the_noise(cuda_without_a_gpu: Any) -> None:
+    args = {name: x for name, x in case(rows=3, steps=2, vocab=97).items() if name in ("seeds", "sample_pos", "idx_mapping")}
+    args |= {"hidden": torch.zeros(3, 2, 8, dtype=torch.bfloat16), "weight": torch.zeros(97, 8, dtype=torch.bfloat16)}
+    given = cuda_without_a_gpu(args)
+    beside, in_order = "dspark.linear_beside_noise.default", "triton_kernel_wrapper_functional"
+    found = _operators(_graph(given, dspark_ops.lm_head_beside_noise))
+    assert found == {beside: 1}
+    torch.set_autocast_enabled("cuda", True)  # the context manager asks for a GPU
+    try:
+        found = _operators(_graph(given, dspark_ops.lm_head_beside_noise))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert found[in_order] == 1 and beside not in found, "autocast decides the dtype of the product"
+
+
 def test_golden_graph_of_the_fallback() -> None:
     """What Inductor gets: the roundings are arithmetic on bits, the products stand alone, the cache is written once."""
     expecttest = pytest.importorskip("expecttest")
@@ -244,7 +282,7 @@ def test_golden_graph_of_the_fallback() -> None:
                 "\n".join(f"{count} {name}" for name, count in sorted(operators.items())),
                 """\
 16 aten.add.Tensor
-2 aten.argmax.default
+3 aten.argmax.default
 7 aten.bitwise_or.Scalar
 8 aten.bitwise_or.Tensor
 2 aten.div.Tensor
