@@ -133,10 +133,14 @@ class _Trace(logging.Handler):
             self.entries.append(_Entry(kind, frame, str(getattr(record, "payload", None) or "")))
 
     def __enter__(self) -> None:
-        logging.getLogger("torch.__trace").addHandler(self)
+        logger = logging.getLogger("torch.__trace")
+        self.propagates, logger.propagate = logger.propagate, False  # to handlers that would print an empty line for each entry
+        logger.addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("torch.__trace").removeHandler(self)
+        logger = logging.getLogger("torch.__trace")
+        logger.removeHandler(self)
+        logger.propagate = self.propagates
 
 
 class _Graph:
@@ -300,8 +304,8 @@ def explain(
     >>> logits, ids, weights = torch.zeros(2, 1, 8), torch.zeros(2, dtype=torch.int64), torch.zeros(8, 16)
     >>> none = dict.fromkeys(("temperature", "seeds", "sample_pos", "idx_mapping"))
     >>> report = explain(dspark_ops.markov_sample_sequential, logits, ids, weights, weights, **none)
-    >>> report.graphs, report.breaks, report.copies
-    (1, (), ())
+    >>> report.graphs, report.breaks
+    (1, ())
     >>> report.ops
     (MarkovOp(plan='reference', reason='the tensors are on a cpu device; the fused kernels need a GPU'),)
     """

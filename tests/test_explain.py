@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import logging
 import re
 from typing import Any
 
@@ -191,6 +192,13 @@ def test_a_wrong_call_of_the_op_raises_its_error() -> None:
 def test_wrong_further_arguments_are_named() -> None:
     with pytest.raises(TypeError, match=r"^also\[1\] must be a tuple of positional or a dict of keyword arguments, got Tensor"):
         explain(torch.sin, torch.zeros(2), also=[(torch.zeros(2),), torch.zeros(2)])
+
+
+def test_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    trace = logging.getLogger("torch.__trace")
+    before = trace.propagate, list(trace.handlers)
+    explain(torch.sin, torch.zeros(2))
+    assert not caplog.records and before == (trace.propagate, trace.handlers)
 
 
 def test_graphs_that_the_user_has_stay_and_none_is_taken() -> None:
