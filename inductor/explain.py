@@ -133,14 +133,10 @@ class _Trace(logging.Handler):
             self.entries.append(_Entry(kind, frame, str(getattr(record, "payload", None) or "")))
 
     def __enter__(self) -> None:
-        logger = logging.getLogger("torch.__trace")
-        self.propagates, logger.propagate = logger.propagate, False  # to handlers that would print an empty line for each entry
-        logger.addHandler(self)
+        logging.getLogger("torch.__trace").addHandler(self)
 
     def __exit__(self, *_: object) -> None:
-        logger = logging.getLogger("torch.__trace")
-        logger.removeHandler(self)
-        logger.propagate = self.propagates
+        logging.getLogger("torch.__trace").removeHandler(self)
 
 
 class _Graph:
