@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 import io
 import itertools
@@ -11,6 +12,7 @@ import logging
 import math
 import re
 import shutil
+import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -329,9 +331,10 @@ def explain(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # Dynamo keeps its graphs, and what it knows of sizes that change, by code object and name: these are new ones.
-    call.__code__ = call.__code__.replace(co_name=f"explained_{next(_numbers)}")
-    compiled = torch.compile(call, backend=compiler, dynamic=dynamic)
+    # Dynamo keeps its graphs with a code object and its globals, and what it knows of sizes that change by the name: these are new ones.
+    code = call.__code__.replace(co_name=f"explained_{next(_numbers)}")
+    afresh = types.FunctionType(code, {"__name__": __name__, "__builtins__": builtins}, closure=call.__closure__)
+    compiled = torch.compile(afresh, backend=compiler, dynamic=dynamic)
     ends = []
     with trace, fuse_loop.record() as loops:
         for positional, by_name in calls:
