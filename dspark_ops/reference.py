@@ -147,7 +147,8 @@ def write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Te
         rows = given.clamp(0, cache.shape[0] - 1)
         written = live & (rows == given)
     steps = torch.arange(logits.shape[1], device=logits.device)
-    any_written, lead = written.max(dim=0)
+    # As numbers: Inductor's C++ for the maximum of booleans over a symbolic size does not compile (torch 2.11 and 2.13).
+    any_written, lead = written.to(torch.int64).max(dim=0)
     lead_rows = rows.gather(0, lead[None])[0]
     rows = torch.where(written, rows, lead_rows)
     # Whole rows of the cache are copied faster than chosen columns.
@@ -158,7 +159,7 @@ def write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Te
     def place(rows: Tensor) -> tuple[Tensor, ...]:
         return (rows, steps.expand_as(rows)) if columns is None else (rows[..., None], steps[:, None], columns)
 
-    repeated = torch.where(any_written[:, None], logits[lead, steps], cache[place(lead_rows)])
+    repeated = torch.where(any_written[:, None] > 0, logits[lead, steps], cache[place(lead_rows)])
     cache.index_put_(place(rows), torch.where(written[..., None], logits, repeated))
 
 
