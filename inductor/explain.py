@@ -15,7 +15,7 @@ import shutil
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` found; all but `recompilations` is about the first call. None: this version of torch does not tell."""
+    """What `explain` found; all but `recompilations` is about the first call. None, but for `noise`: this version of torch does not tell."""
 
     graphs: int
     breaks: tuple[str, ...] | None  # place and reason
@@ -90,10 +90,11 @@ class Report:
         for kind in dict.fromkeys(kernel.kind for kernel in self.kernels or ()):
             launches = {kernel.name: kernel.launches for kernel in self.kernels or () if kernel.kind == kind}
             # Names that Inductor makes up are long and say little.
-            names = "" if kind in ("C++", "Inductor Triton") else f" ({', '.join(f'{name} {n}' for name, n in launches.items())})"
-            yield f"{kind} kernels", f"{len(launches)}, launches {sum(launches.values())}{names}"
+            made_up = kind in ("C++", "Inductor Triton")
+            which = f"{len(launches)} different" if made_up else ", ".join(f"{name} {count}" for name, count in launches.items())
+            yield f"{kind} launches", f"{sum(launches.values())} ({which})"
         if not self.kernels:
-            yield "kernels", unknown if self.kernels is None else "none"
+            yield "launches", unknown if self.kernels is None else "none"
         if self.ops:
             yield from _listed("cache-sized buffer", self.copies, unknown)
         yield from _listed("recompilation", self.recompilations, unknown)
@@ -145,7 +146,8 @@ class _Graph:
     """What is of interest in a graph from Dynamo and in the code made from it; once it has run, the values of its symbolic sizes as well."""
 
     def __init__(self, graph: GraphModule, inputs: Sequence[Any]) -> None:
-        self.inputs = inputs
+        # Names are taken now: a symbol that turns out to be one number is shown as that later.
+        self.symbols = {place: str(x) for place, x in enumerate(inputs) if isinstance(x, torch.SymInt)}
         self.sizes: dict[str, int] = {}
         self.codes: list[str] = []
         self.cause: str | None = None  # why it was made, where there was a graph of the same function
@@ -183,7 +185,7 @@ class _Graph:
         self.cause = causes[-1] if causes else None
 
     def ran(self, inputs: Sequence[Any]) -> None:
-        self.sizes = {str(symbol): value for symbol, value in zip(self.inputs, inputs, strict=True) if isinstance(symbol, torch.SymInt)}
+        self.sizes = {name: inputs[place] for place, name in self.symbols.items()}
 
 
 def _calls(node: Node, op: str) -> bool:
@@ -207,6 +209,13 @@ def _cause(text: str, names: Sequence[str]) -> str:
     text = "; ".join(re.sub(r"^\d+/\d+: ", "", cause).partition("  #")[0] for cause in causes)
     text = re.sub(r"\bargs\[(\d+)\]", lambda found: names[int(found[1])] if int(found[1]) < len(names) else found[0], text)
     return re.sub(r"\bkwargs\['(\w+)'\]", r"\1", text)
+
+
+def _parameters(model: Any) -> list[str]:
+    try:
+        return list(inspect.signature(getattr(model, "forward", model)).parameters)
+    except (TypeError, ValueError):  # some callables that are not written in Python have none
+        return []
 
 
 def _elements(shape: str, sizes: dict[str, int]) -> float:
@@ -252,25 +261,36 @@ def _enters_a_stream(code: ast.AST) -> bool:
     return any(re.fullmatch(r"stream\d+", ast.unparse(item.context_expr)) for node in withs for item in node.items)
 
 
-def _report(graphs: Sequence[_Graph], breaks: Sequence[str], loops: Sequence[Found], later: Sequence[str]) -> Report:
-    """The report on the graphs of a first call."""
-    # Without code there is nothing to read, nor is there in the C++ that the option cpp_wrapper makes.
-    known = (any(graph.codes for graph in graphs) or not graphs) and not any(
-        "cpp_wrapper_src" in code for graph in graphs for code in graph.codes
-    )
-    codes = [(graph, ast.parse(code)) for graph in graphs if known for code in graph.codes]
-    least = min((_elements(shape, graph.sizes) for graph in graphs for shape in graph.caches), default=math.inf)
-    launches = Counter(kernel for _, code in codes for kernel in _kernels(code))
-    large = [f"{name} {shape}" for graph, code in codes for name, shape in _buffers(code) if _elements(shape, graph.sizes) >= least]
-    return Report(
+def _report(graphs: Sequence[_Graph], breaks: Sequence[str], loops: Sequence[Found], causes: Sequence[str], names: Sequence[str]) -> Report:
+    """The report on the graphs of a first call; `causes` are of the graphs of further ones, `names` those of the model's parameters."""
+    report = Report(
         graphs=len(graphs),
-        breaks=tuple(dict.fromkeys(map(_break, breaks))) if known else None,
+        breaks=None,
         ops=tuple(op for graph in graphs for op in graph.ops),
         loops=tuple(loops),
-        kernels=tuple(Kernel(*kernel, count) for kernel, count in launches.items()) if known else None,
-        copies=tuple(dict.fromkeys(large)) if known and least < math.inf else None,
-        recompilations=tuple(later) if known else None,
-        noise=("overlapped" if any(_enters_a_stream(code) for _, code in codes) else "in order") if any(g.has_noise for g in graphs) else None,
+        kernels=None,
+        copies=None,
+        recompilations=None,
+        noise="in order" if any(graph.has_noise for graph in graphs) else None,
+    )
+    texts = [code for graph in graphs for code in graph.codes]
+    if (graphs and not texts) or any("cpp_wrapper_src" in text for text in texts):  # the option cpp_wrapper makes C++ of it all
+        return report
+    least = min((_elements(shape, graph.sizes) for graph in graphs for shape in graph.caches), default=math.inf)
+    try:
+        codes = [(graph, ast.parse(text)) for graph in graphs for text in graph.codes]
+        launches = Counter(kernel for _, code in codes for kernel in _kernels(code))
+        buffers = [(f"{name} {shape}", _elements(shape, graph.sizes)) for graph, code in codes for name, shape in _buffers(code)]
+        recompilations = tuple(_cause(cause, names) for cause in causes)
+    except (IndexError, SyntaxError, ValueError):  # written in a way that is not known
+        return report
+    return replace(
+        report,
+        breaks=tuple(dict.fromkeys(map(_break, breaks))),
+        kernels=tuple(Kernel(*kernel, count) for kernel, count in launches.items()),
+        copies=tuple(dict.fromkeys(buffer for buffer, size in buffers if size >= least)) if least < math.inf else None,
+        recompilations=recompilations,
+        noise="overlapped" if report.noise is not None and any(_enters_a_stream(code) for _, code in codes) else report.noise,
     )
 
 
@@ -345,17 +365,10 @@ def explain(
                 raise
             ends.append((len(graphs), len(trace.entries), len(loops)))
     num_graphs, num_entries, num_loops = ends[0]
-    names = _parameters(model)
     return _report(
         graphs[:num_graphs],
         [entry.text for entry in trace.entries[:num_entries] if entry.kind == BREAK],
         loops[:num_loops],
-        [_cause(graph.cause or "code that the calls before did not reach", names) for graph in graphs[num_graphs:]],
+        [graph.cause or "code that the calls before did not reach" for graph in graphs[num_graphs:]],
+        _parameters(model),
     )
-
-
-def _parameters(model: Any) -> list[str]:
-    try:
-        return list(inspect.signature(getattr(model, "forward", model)).parameters)
-    except (TypeError, ValueError):  # some callables that are not written in Python have none
-        return []

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,6 +79,16 @@ def test_a_copy_of_the_cache_is_reported() -> None:
     assert report.copies is not None and len(report.copies) == 1 and report.copies[0].endswith(str(CACHE))
 
 
+def test_sizes_that_are_symbols_are_known_by_their_values() -> None:
+    def twice(**kwargs: Any) -> tuple[Tensor, Tensor]:
+        return dspark_ops.markov_sample_sequential(**kwargs), 2 * kwargs["base_logits"]
+
+    for function, number in ((dspark_ops.markov_sample_sequential, 0), (twice, 1)):
+        report = explain(function, dynamic=True, **_greedy(rows=9, cached=False))
+        assert report.copies is not None and len(report.copies) == number
+    assert re.search(r"\(s\d+, ", report.copies[0]), "the size is one that the graph does not fix"
+
+
 def test_a_graph_break_has_its_place_and_reason() -> None:
     report = explain(Drafter(breaks=True), *_batch())
     assert report.graphs == 2 and report.breaks is not None
@@ -126,7 +137,10 @@ def test_without_a_markov_op_the_rest_is_told() -> None:
 
 
 def test_loops_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    loops = [module.Found(4, True, None), module.Found(3, False, "the weights differ between steps")]
+    loops = [
+        SimpleNamespace(steps=4, fused=True, reason=None),
+        SimpleNamespace(steps=3, fused=False, reason="the weights differ between steps"),
+    ]
     monkeypatch.setattr(module.fuse_loop, "record", lambda: contextlib.nullcontext(loops))
     monkeypatch.setattr(module, "RICH", False)
     text = str(explain(torch.sin, torch.zeros(2)))
@@ -147,9 +161,9 @@ def test_a_report_prints_every_line(rich: bool, monkeypatch: pytest.MonkeyPatch)
         ("graph break", "here: why"),
         ("Markov op", "step"),
         ("Markov op", "reference, because [of a kind]"),
-        ("user Triton kernels", "1, launches 2 (step_kernel 2)"),
-        ("extern kernels", "1, launches 2 (mm 2)"),
-        ("C++ kernels", "1, launches 2"),
+        ("user Triton launches", "2 (step_kernel 2)"),
+        ("extern launches", "2 (mm 2)"),
+        ("C++ launches", "2 (1 different)"),
         ("cache-sized buffer", "buf1 (9, 2, 97)"),
         ("recompilation", "x changed"),
         ("noise", "in order"),
