@@ -6,6 +6,7 @@ The folder stands at the top of the repository; the package reaches it through t
 if __name__ != "dspark_ops.inductor":
     raise ImportError(f"import dspark_ops.inductor, not {__name__}: this folder is a part of that package")
 
+from .explain import Report, explain
 from .options import backend, compile_options
 
-__all__ = ["backend", "compile_options"]
+__all__ = ["Report", "backend", "compile_options", "explain"]

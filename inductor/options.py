@@ -55,6 +55,15 @@ def compile_options(mode: str | None = None, **yours: Any) -> dict[str, Any]:
     `torch.compile` takes a mode or options, not both; so the options of the mode are part of the result. A pass that is in
     `post_grad_custom_pre_pass` already, in yours or in `torch._inductor.config`, is kept and runs first.
 
+    Warming up a drafter, so that few graphs serve every batch and none is made later:
+
+    - Two graphs serve every R, one for R = 1 and one for the rest, where the first call has R = 1, or where
+      `torch._dynamo.mark_dynamic(t, 0)` was called on each tensor that carries R > 1: base logits, anchor ids, `sample_pos`, `idx_mapping`.
+    - Stay in one grad mode, `torch.inference_mode()` or `torch.no_grad()`: each has graphs of its own.
+    - In mode "reduce-overhead" the cache must stay where it is: a buffer of the module, or an argument after
+      `torch._dynamo.mark_static_address(draft_logits)`. Otherwise Inductor makes no CUDA graph of a call that writes it.
+    - Before a CUDA graph of your own is captured, call the compiled drafter once with arguments of the same kind: compile first, then capture.
+
     Args:
         mode: a mode of `torch.compile`, None for "default".
         yours: options of your own; they win over those of the mode. Names with dots are given as `**{"triton.cudagraphs": True}`.
