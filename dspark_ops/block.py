@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .guards import Call, has_gluon, runs_now
+from .guards import Call, has_gluon, runs_now, weights_aligned
 
 if has_gluon():
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -175,12 +175,13 @@ def _sample_block(
     vocab_size: int | None,
 ) -> Tensor:
     cache = draft_logits if draft_logits.dim() == 3 else None
-    return launch_block(
-        Call(
-            base_logits, anchor_ids, markov_w1, markov_w2, temperature, seeds, sample_pos, idx_mapping, cache, cache_rows, noise,
-            vocab_size=vocab_size,
-        )
+    call = Call(
+        base_logits, anchor_ids, markov_w1, markov_w2, temperature, seeds, sample_pos, idx_mapping, cache, cache_rows, noise,
+        vocab_size=vocab_size,
     )  # fmt: skip
+    if not weights_aligned(markov_w2):  # addresses are not known when a graph is made; step launches give the same bits
+        return torch.ops.dspark.markov_sample_sequential(*call, "step")
+    return launch_block(call)
 
 
 def _fake(base_logits: Tensor, *args: object) -> Tensor:

@@ -417,6 +417,11 @@ def reference_reason(call: Call) -> str | None:
     return None
 
 
+def weights_aligned(w2: Tensor) -> bool:
+    """Whether rows begin at multiples of 16 bytes, as the copies of tiles need; for tracers, as far as the strides tell."""
+    return w2.stride(0) * w2.element_size() % 16 == 0 and not (runs_now(w2) and w2.data_ptr() % 16 != 0)
+
+
 def block_reason(call: Call) -> str | None:
     """Why step launches serve a call that the fused kernels serve and not one launch a block, or None."""
     reason = block_device_reason(call.base_logits.device)
@@ -424,10 +429,9 @@ def block_reason(call: Call) -> str | None:
         return reason
     if call.use_fp64 and call.temperature is not None:
         return "the noise is FP64"
-    w2 = call.markov_w2
-    if w2.dtype == torch.float32:
+    if call.markov_w2.dtype == torch.float32:
         return "the weights are FP32"
-    if w2.stride(0) * w2.element_size() % 16 != 0 or guard_or_false(w2.storage_offset() * w2.element_size() % 16 != 0):
+    if not weights_aligned(call.markov_w2):
         return "the rows of markov_w2 do not begin at multiples of 16 bytes"
     return None
 

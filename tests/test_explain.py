@@ -114,6 +114,7 @@ def test_positional_arguments_are_named_as_well() -> None:
 
 def test_a_plan_that_was_asked_for_is_told_from_one_that_had_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dspark_ops.guards, "device_reason", lambda device: None)
+    monkeypatch.setattr(dspark_ops.guards, "block_device_reason", lambda device: None)
     args = {**_greedy(cached=False), "plan": "reference"}
     assert explain(dspark_ops.markov_sample_sequential, **args).ops == (("reference", "plan='reference' was asked for"),)
 

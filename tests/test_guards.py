@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Arguments, case, needs_compiler
+from cases import HALF, Arguments, case, needs_compiler
 
 import dspark_ops
 from dspark_ops import guards
@@ -192,15 +192,39 @@ UNFUSED: list[tuple[str, Any]] = [
 
 @pytest.fixture
 def any_device_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the reasons that do not lie in the device."""
+    """Leaves the reasons that do not lie in the device; it is one without the block launch."""
     monkeypatch.setattr(guards, "device_reason", lambda device: None)
+    monkeypatch.setattr(guards, "block_device_reason", lambda device: "no block launch on this device")
 
 
 @pytest.mark.usefixtures("any_device_serves")
 def test_a_plain_call_has_no_reason() -> None:
     assert dspark_ops.why_not(**case()) is None
-    assert guards.choose(Call(**case()), "auto") == ("step", None)
+    assert guards.choose(Call(**case()), "auto") == ("step", "no block launch on this device")
+    assert guards.choose(Call(**case()), "step") == ("step", "plan='step' was asked for")
     assert guards.choose(Call(**case()), "reference") == ("reference", "plan='reference' was asked for")
+
+
+@pytest.mark.parametrize(
+    ("word", "change"),
+    [
+        ("FP64", lambda a: {"use_fp64": True}),
+        ("FP32", lambda a: {"markov_w1": a["markov_w1"].float(), "markov_w2": a["markov_w2"].float()}),
+        ("16 bytes", lambda a: {"markov_w2": torch.zeros(700 * 17, dtype=HALF).as_strided((700, 16), (17, 1))}),
+        ("16 bytes", lambda a: {"markov_w2": torch.zeros(701 * 16, dtype=HALF)[1:][: 700 * 16].view(700, 16)}),
+    ],
+)
+def test_what_one_launch_cannot_do_step_launches_do(word: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "device_reason", lambda device: None)
+    monkeypatch.setattr(guards, "block_device_reason", lambda device: None)
+    args = case()
+    assert guards.choose(Call(**args), "auto") == ("block", None)
+    args |= change(args)
+    plan, reason = guards.choose(Call(**args), "auto")
+    assert plan == "step" and reason is not None and word in reason
+    assert dspark_ops.why_not(**args) is None, "the fused kernels serve it"
+    with pytest.raises(ValueError, match="got 'block', which cannot"):
+        dspark_ops.markov_sample_sequential(**args, plan="block")
 
 
 @pytest.mark.usefixtures("any_device_serves")
@@ -211,7 +235,7 @@ def test_why_not_and_the_op_agree(word: str, change: Any, monkeypatch: pytest.Mo
     reason = dspark_ops.why_not(**args)
     assert reason is not None and word in reason
     if args["base_logits"].numel() > 0:  # an empty batch is served by any plan
-        with pytest.raises(ValueError, match=r"plan must be 'auto' or 'reference'") as raised:
+        with pytest.raises(ValueError, match=r"plan must be 'auto' or one that serves this call, got 'step'") as raised:
             torch.ops.dspark.markov_sample_sequential(**args, plan="step")
         assert reason in str(raised.value)
 

@@ -224,6 +224,7 @@ def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(guards, "device_reason", lambda device: None)
+    monkeypatch.setattr(guards, "block_device_reason", lambda device: None)
     with FakeTensorMode():
 
         def fake(args: Arguments) -> Arguments:
@@ -236,15 +237,24 @@ def cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_compiler_sees_two_kernels_a_step(cuda_without_a_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
-    graph = _graph(cuda_without_a_gpu(case(rows=3, steps=2, vocab=97)))
+    graph = _graph({**cuda_without_a_gpu(case(rows=3, steps=2, vocab=97)), "plan": "step"})
     assert _operators(graph) == {"triton_kernel_wrapper_functional": 4, "aten.new_empty.default": 3}
     mutated = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert mutated == [["draft_logits_ptr", "best_key_ptr", "best_token_ptr"], ["tokens_ptr"]] * 2
     assert "assuming every input is mutated" not in caplog.text
 
 
-def test_without_a_cache_nothing_of_the_users_is_mutated(cuda_without_a_gpu: Any) -> None:
+def test_the_compiler_sees_one_launch_a_block(cuda_without_a_gpu: Any) -> None:
+    graph = _graph(cuda_without_a_gpu(case(rows=3, steps=2, vocab=97)))
+    (node,) = [node for node in graph.graph.nodes if node.op == "call_function" and "getitem" not in str(node.target)]
+    assert node.target is torch.ops.higher_order.auto_functionalized_v2 and node.args[0] is torch.ops.dspark.sample_block.default
+    assert torch.Tag.needs_exact_strides in torch.ops.dspark.sample_block.default.tags
     graph = _graph(cuda_without_a_gpu(case(rows=3, steps=2, vocab=97, cached=False)))
+    assert sum("sample_block" in str(node.args) for node in graph.graph.nodes) == 1, "an empty tensor stands for no cache"
+
+
+def test_without_a_cache_nothing_of_the_users_is_mutated(cuda_without_a_gpu: Any) -> None:
+    graph = _graph({**cuda_without_a_gpu(case(rows=3, steps=2, vocab=97, cached=False)), "plan": "step"})
     mutated = {name for node in graph.graph.nodes for name in node.kwargs.get("tensors_to_clone", ())}
     assert mutated == {"best_key_ptr", "best_token_ptr", "tokens_ptr"}
 

@@ -190,9 +190,10 @@ def _screened(
 @gluon.jit
 def _finish_tile(
     dot, empty, done, base, v, step, vocab_size, rows, row_ok, cache_ptr, cache_rows, written, cache_stride_row, cache_stride_k, sampled,
-    divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token, SAMPLED: gl.constexpr,
-    NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr, BLOCK_R: gl.constexpr,
-    COLUMNS: gl.constexpr, SLOTS: gl.constexpr, RELEASE: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, EIGHTS: gl.constexpr,
+    divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests, best, best_token,
+    SAMPLED: gl.constexpr, NOISE_AHEAD: gl.constexpr, CACHED: gl.constexpr, WRITE_KEYS: gl.constexpr, SCREENED: gl.constexpr,
+    BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, SLOTS: gl.constexpr, RELEASE: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr,
+    EIGHTS: gl.constexpr,
 ):  # fmt: skip
     """From the products of a tile to its logits in the cache and its keys, of which the best of each element is kept."""
     logit_dtype: gl.constexpr = base.dtype
@@ -278,7 +279,7 @@ def _sample(
     held = ()
     for i in gl.static_range(HELD):
         mbarrier.wait(full.index(i % SLOTS), i // SLOTS)
-        held = held + (ring.index(i % SLOTS).load(gl.DotOperandLayout(0, PRODUCT, 2)),)
+        held = held + (ring.index(i % SLOTS).load(gl.DotOperandLayout(0, PRODUCT, 2)),)  # noqa: RUF005  # Triton has no such unpacking
         done = _release(empty, done, SLOTS)
 
     # Base logits are loaded a tile ahead of their use, across steps too: they depend on no token.
