@@ -147,7 +147,8 @@ def write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Te
         rows = given.clamp(0, cache.shape[0] - 1)
         written = live & (rows == given)
     steps = torch.arange(logits.shape[1], device=logits.device)
-    any_written, lead = written.max(dim=0)
+    lead = written.int().argmax(dim=0)  # as integers: Inductor's C++ for the maximum of booleans over a size that varies does not compile
+    any_written = written.gather(0, lead[None])[0]
     lead_rows = rows.gather(0, lead[None])[0]
     rows = torch.where(written, rows, lead_rows)
     # Whole rows of the cache are copied faster than chosen columns.
