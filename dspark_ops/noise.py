@@ -1,4 +1,4 @@
-"""Murmur3, uniforms and Gumbel noise of the sampling contract, in plain torch and 32-bit integer arithmetic.
+"""Murmur3, uniforms and Gumbel noise of the sampling contract, in plain torch.
 
 The noise of a token is a function of (seed of the request slot, position, draft step, *target* token id) and of nothing else: no generator
 is advanced, so a row draws the same noise in any batch, in any order and in any kernel. `dspark_ops.kernels.gumbel` is the same arithmetic
@@ -25,40 +25,39 @@ HIGH_WORD_START = 0x9E3779B9
 SERIES = tuple(struct.unpack("f", struct.pack("f", 1 / n))[0] for n in range(8, 0, -1))
 
 
-def _signed(word: int) -> int:
-    """The int32 that has the bits of a 32-bit word: torch multiplies int32 modulo 2^32 and lacks much of uint32."""
-    return word - (1 << 32) if word >> 31 else word
+def _word(x: Tensor) -> Tensor:
+    """The low 32 bits, in int64: torch lacks much of uint32, and int32 would overflow, which is undefined in the C++ that Inductor makes."""
+    return x.to(torch.int64) & 0xFFFFFFFF
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of an int32 tensor; torch's own shift repeats the sign."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
+def _times(x: Tensor, factor: int) -> Tensor:
+    """The product of two words. The signed number with the factor's bits keeps it above -2^63."""
+    return _word(x * (factor - (1 << 32) if factor >> 31 else factor))
 
 
 def _rotate_left(x: Tensor, bits: int) -> Tensor:
-    return (x << bits) | _shift_right(x, 32 - bits)
+    return _word(x << bits) | (x >> (32 - bits))
 
 
 def _absorb(h: Tensor | int, word: Tensor) -> Tensor:
-    mixed = _rotate_left(word * _signed(0xCC9E2D51), 15) * _signed(0x1B873593)
-    return _rotate_left(mixed ^ h, 13) * 5 + _signed(0xE6546B64)
+    mixed = _times(_rotate_left(_times(word, 0xCC9E2D51), 15), 0x1B873593)
+    return _word(_rotate_left(mixed ^ h, 13) * 5 + 0xE6546B64)
 
 
 def _finalize(h: Tensor) -> Tensor:
     h = h ^ 16  # the length in bytes of four words
-    h = (h ^ _shift_right(h, 16)) * _signed(0x85EBCA6B)
-    h = (h ^ _shift_right(h, 13)) * _signed(0xC2B2AE35)
-    return h ^ _shift_right(h, 16)
+    h = _times(h ^ (h >> 16), 0x85EBCA6B)
+    h = _times(h ^ (h >> 13), 0xC2B2AE35)
+    return h ^ (h >> 16)
 
 
 def murmur3(seeds: Tensor, positions: Tensor, token_ids: Tensor, step: Tensor | int, start: int = 0) -> Tensor:
-    """Murmur3 x86_32 of (low seed, high seed ^ step, low salted position, low token id), as int32 bits [*rows, *token_ids.shape]."""
-    salted = positions.to(torch.int64) - 1 + DRAFT_SALT
-    h = _absorb(_signed(start), seeds.to(torch.int32))
-    h = _absorb(h, (seeds >> 32).to(torch.int32) ^ step)
-    h = _absorb(h, salted.to(torch.int32))
+    """Murmur3 x86_32 of (low seed, high seed ^ step, low salted position, low token id), as int64 below 2^32 [*rows, *token_ids.shape]."""
+    h = _absorb(start, _word(seeds))
+    h = _absorb(h, _word((seeds >> 32) ^ step))
+    h = _absorb(h, _word(_word(positions) + (DRAFT_SALT - 1)))
     h = h.reshape(h.shape + (1,) * token_ids.dim())
-    return _finalize(_absorb(h, token_ids.to(torch.int32)))
+    return _finalize(_absorb(h, _word(token_ids)))
 
 
 def _fma(a: Tensor, b: Tensor, c: float) -> Tensor:
@@ -69,7 +68,7 @@ def _fma(a: Tensor, b: Tensor, c: float) -> Tensor:
 def uniform_log(h: Tensor) -> Tensor:
     """`-log(1 - u)` in FP32 of the uniform u in (0, 1] that the hash bits `h` stand for."""
     # Both halves are exact in FP32, so their sum is the only rounding; 128 hashes round to u = 1, and the bound 2^-24 takes care of them.
-    u = _shift_right(h, 16).float() * 2.0**-16 + ((h & 0xFFFF).float() + 0.5) * 2.0**-32
+    u = (h >> 16).float() * 2.0**-16 + ((h & 0xFFFF).float() + 0.5) * 2.0**-32
     series = torch.full_like(u, SERIES[0])
     for coefficient in SERIES[1:]:
         series = _fma(series, u, coefficient)
@@ -78,8 +77,7 @@ def uniform_log(h: Tensor) -> Tensor:
 
 def uniform_log_fp64(low: Tensor, high: Tensor) -> Tensor:
     """`-log(u)` in FP64 of the uniform u in (0, 1) that the top 53 bits of the two hashes stand for."""
-    bits = (high.to(torch.int64) << 21) | _shift_right(low, 11)
-    u = ((bits & ((1 << 53) - 1)).double() + 0.5) * 2.0**-53
+    u = (((high << 21) | (low >> 11)).double() + 0.5) * 2.0**-53
     return -torch.log(u.clamp(max=1 - 2.0**-53))
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from cases import EAGER_PATHS, Path, case, needs_compiler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dspark_ops
 from dspark_ops import noise, ops
@@ -56,34 +59,81 @@ def test_hash_is_murmur3_of_the_four_words(start: int) -> None:
                     keyed = (seed ^ step << 32) & (2**64 - 1)
                     salted = (position - 1 + 2**30) & 0xFFFFFFFF
                     expected = _murmur3_x86_32(struct.pack("<QII", keyed, salted, token), start)
-                    assert int(got[i, j, k]) & 0xFFFFFFFF == expected
+                    assert int(got[i, j, k]) == expected
 
 
-def _signed(h: int) -> int:
-    return h - 2**32 if h >> 31 else h
+class _NoOverflow(TorchDispatchMode):
+    """Compares integer operations with FP64 ones, which are near where those wrap around."""
+
+    checked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.__lshift__.Scalar):
+            x, y = args[0].double(), args[1]
+            exact = x * 2.0**y if func is torch.ops.aten.__lshift__.Scalar else func(x, y)
+            assert ((result.double() - exact).abs() < 2.0**20).all(), f"{func} overflows"
+            self.checked += 1
+        return result
+
+
+def test_no_integer_of_the_hash_overflows() -> None:
+    """In the C++ that Inductor makes that is undefined: it once let the compiler drop the bounds of a loop."""
+    ends = torch.tensor([0, 1, -1, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63)])
+    random = torch.randint(-(2**63), 2**63 - 1, (1000,), generator=torch.Generator().manual_seed(0))
+    numbers = torch.cat([ends, random])
+    with _NoOverflow() as mode:
+        murmur3(numbers, numbers.flip(0), ends, 7, noise.HIGH_WORD_START)
+    assert mode.checked > 20
+
+
+def test_compiled_hash_is_the_eager_hash() -> None:
+    """Inductor vectorises the columns, with a remainder of every length."""
+    torch._dynamo.reset()
+    compiled = torch.compile(murmur3, fullgraph=True)
+    seeds, positions, step = torch.tensor([5, -(2**63) + 1])[:, None], torch.tensor([7, 2**31 - 1]), torch.arange(2)
+    for vocab in range(1, 71):
+        ids = torch.arange(vocab)
+        torch._dynamo.decorators.mark_unbacked(ids, 0)
+        assert torch.equal(compiled(seeds, positions, ids, step), murmur3(seeds, positions, ids, step)), vocab
+
+
+@pytest.mark.slow
+def test_compiled_noise_stays_within_its_memory() -> None:
+    """An index expression that overflowed let the C++ compiler drop the bound of the remainder, one of 33 columns, and overwrite the heap."""
+    script = """
+import torch, dspark_ops
+arguments = torch.ones(2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64), torch.arange(1), 33
+compiled = torch.compile(dspark_ops.markov_noise, fullgraph=True)
+for _ in range(200):
+    noise = compiled(*arguments)
+    [torch.empty(3 + i) for i in range(50)]
+torch.testing.assert_close(noise, dspark_ops.markov_noise(*arguments))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_both_ends_of_the_uniform_give_finite_noise() -> None:
-    ends = torch.tensor([_signed(h) for h in (0, 1, 127, 0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0x3FFFFFFF, 0x40000000)], dtype=torch.int32)
+    ends = torch.tensor([0, 1, 127, 0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0x3FFFFFFF, 0x40000000])
     g = -uniform_log(ends).log()
     assert g.isfinite().all()
     assert g[0] > 22.8 and g[0] > g[1] > g[2], "the smallest uniform wins"
     assert g[3] == g[4] == pytest.approx(-math.log(24 * math.log(2))), "u = 1 is kept from infinite noise"
-    high = torch.tensor([0, -1, 0, -1], dtype=torch.int32)
-    low = torch.tensor([0, -1, -1, 0], dtype=torch.int32)
+    high = torch.tensor([0, 0xFFFFFFFF, 0, 0xFFFFFFFF])
+    low = torch.tensor([0, 0xFFFFFFFF, 0xFFFFFFFF, 0])
     assert (-uniform_log_fp64(low, high).log()).isfinite().all()
     assert uniform_log_fp64(low, high)[0] > uniform_log_fp64(low, high)[1] > 0
 
 
 def test_uniform_log_matches_high_precision() -> None:
-    h = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    unsigned = h.to(torch.int64) & 0xFFFFFFFF
-    exact = -torch.log1p(-((unsigned.double() + 0.5) * 2.0**-32))
+    h = torch.randint(2**32, (100_000,), generator=torch.Generator().manual_seed(1))
+    exact = -torch.log1p(-((h.double() + 0.5) * 2.0**-32))
     error = (uniform_log(h).double() - exact).abs() / exact
     quarter = 2**30
-    assert (error[unsigned < quarter] < 2.2e-6).all(), "the series leaves out u^8 / 9 + u^9 / 10 + ..., 2.1e-6 at u = 1/4"
+    assert (error[h < quarter] < 2.2e-6).all(), "the series leaves out u^8 / 9 + u^9 / 10 + ..., 2.1e-6 at u = 1/4"
     # Above, the rounding of u to FP32, at most 2^-25, is magnified by 1 / (1 - u).
-    assert (error[(unsigned >= quarter) & (unsigned < int(0.99 * 2**32))] < 2e-6).all()
+    assert (error[(h >= quarter) & (h < int(0.99 * 2**32))] < 2e-6).all()
 
 
 def test_draft_and_verification_do_not_share_noise() -> None:
@@ -156,4 +206,4 @@ def test_the_series_is_the_kernels_for_every_hash() -> None:
     out = torch.empty(2**26, device="cuda")
     for first in range(0, 2**30, 2**26):
         _uniform_log_kernel[(2**16,)](out, first, BLOCK=1024)
-        assert torch.equal(out, uniform_log(torch.arange(first, first + 2**26, device="cuda", dtype=torch.int32))), first
+        assert torch.equal(out, uniform_log(torch.arange(first, first + 2**26, device="cuda"))), first

@@ -299,7 +299,7 @@ def test_golden_graph_of_the_fallback() -> None:
 1 aten.index_put.default
 2 aten.log.default
 2 aten.mm.default
-3 aten.sub.Tensor""",
+2 aten.sub.Tensor""",
             )
 
     Golden().runTest()
