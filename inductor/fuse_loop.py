@@ -19,7 +19,7 @@ from dspark_ops import guards
 from dspark_ops.compile_cache import source_hash
 
 from .match import Loop, NearMiss, find
-from .views import Slice, args_of, is_call, long_dims, same_size, same_sizes, scattered, val, without_views, written
+from .views import Slice, args_of, is_call, long_dims, pick, same_size, same_sizes, scattered, val, without_views, written
 
 aten = torch.ops.aten
 
@@ -94,10 +94,11 @@ def _fuse(graph: Graph, loop: Loop) -> None:
     with graph.inserting_before(first.logits):  # a place behind all that a greedy loop reads
         base = _base_logits(graph, loop)
         anchors = _flat(graph, first.before)
-        arguments = (base, anchors, first.w1, first.w2, None, None, None, False)
+        arguments = (base, anchors, first.w1, first.w2, *_sampling(graph, loop, anchors))
         call = _emit(graph, torch.ops.dspark.markov_sample_loop.default, *arguments, False)
         tokens = _emit(graph, operator.getitem, call, 0)
         _replace(graph, tokens, [step.token for step in loop])
+    stable_topological_sort(graph)  # positions may come later than the logits of the first step
     graph.eliminate_dead_code()
     alive = set(graph.nodes)
     if any(step.logits in alive for step in loop):  # what is left of them is read by something else than the loop
@@ -107,7 +108,6 @@ def _fuse(graph: Graph, loop: Loop) -> None:
             _replace(graph, logits, [step.logits for step in loop])
         call.replace_all_uses_with(kept)
         graph.eliminate_dead_code()
-    stable_topological_sort(graph)
 
 
 def _base_logits(graph: Graph, loop: Loop) -> Node:
@@ -115,9 +115,39 @@ def _base_logits(graph: Graph, loop: Loop) -> Node:
     base, dim, start = loop[0].base
     if dim == 0:
         base = _emit(graph, aten.permute.default, base, [1, 0, 2])
-    if start == 0 and same_size(base.meta["val"].shape[1], len(loop)):
-        return base
-    return _emit(graph, aten.slice.Tensor, base, 1, start, start + len(loop))
+    return _steps(graph, base, start, len(loop))
+
+
+def _steps(graph: Graph, block: Node, start: int, steps: int) -> Node:
+    """`block[:, start : start + steps]`."""
+    if start == 0 and same_size(block.meta["val"].shape[1], steps):
+        return block
+    return _emit(graph, aten.slice.Tensor, block, 1, start, start + steps)
+
+
+def _sampling(graph: Graph, loop: Loop, anchors: Node) -> tuple[Node | None, Node | None, Node | None, bool]:
+    """Temperature, seeds, positions and the precision of the noise."""
+    noises = [step.noise for step in loop if step.noise is not None]
+    if not noises:
+        return None, None, None, False
+    temperature = loop[0].temperature
+    temperature = (
+        _flat(graph, temperature)
+        if isinstance(temperature, Node)
+        else _emit(graph, aten.full_like.default, anchors, temperature, dtype=torch.float32)
+    )
+    return temperature, _flat(graph, noises[0].seeds), _positions(graph, [noise.positions for noise in noises]), noises[0].use_fp64
+
+
+def _positions(graph: Graph, rows: list[Node]) -> Node:
+    """Positions [R, K] of the steps."""
+    slices = [pick(row) for row in rows]
+    first = slices[0]
+    if isinstance(first, Slice) and first.dim == 1 and first.base.meta["val"].dim() == 2:
+        if slices == [first._replace(position=first.position + i) for i in range(len(rows))]:
+            return _steps(graph, first.base, first.position, len(rows))
+    columns = [_emit(graph, aten.unsqueeze.default, _flat(graph, row), 1) for row in rows]
+    return _emit(graph, aten.cat.default, columns, 1)
 
 
 def _flat(graph: Graph, rows: Node) -> Node:

@@ -8,17 +8,21 @@ else reads, is left alone, with a reason for its author.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dspark_ops.guards import FLOATS, INTS
+from dspark_ops.noise import MIN_TEMPERATURE
 
 from .match_noise import Noise, match_noise
-from .views import Slice, args_of, axes, is_call, pick, same_size, same_sizes, val, without_views
+from .views import Slice, args_of, axes, is_call, long_dims, pick, same_size, same_sizes, val, without_views
 
 aten = torch.ops.aten
 
@@ -66,23 +70,24 @@ class Miss(Exception):  # noqa: N818  # nothing is wrong where one is raised
 def find(graph: Graph) -> Iterator[Loop | NearMiss]:
     """The loops in a graph, and what almost is one."""
     tokens = {node: place for place, node in enumerate(graph.nodes) if _draws(node) is not None}
-    after: dict[Node, Node] = {}
-    starts = []
+    after: dict[Node, list[Node]] = {}
+    starting = []
     for token in tokens:
         lookups = [node for node in _behind(token, tokens) if _is_lookup(node)]
         before = {node for lookup in lookups for node in _behind(_looked_up(lookup)[1], tokens, itself=True) if node in tokens}
         if before:
             # The latest one: in-place updates make earlier tokens visible, too.
-            after.setdefault(max(before, key=tokens.__getitem__), token)
+            after.setdefault(max(before, key=tokens.__getitem__), []).append(token)
         elif lookups:
-            starts.append(token)
+            starting.append(token)
     # A token with no lookup behind it can be the anchor of a loop, but not a step.
-    starts += [token for anchor, token in after.items() if not any(map(_is_lookup, _behind(anchor, tokens)))]
-    for token in starts:
+    anchors = [anchor for anchor in after if not any(map(_is_lookup, _behind(anchor, tokens)))]
+    for token in (*starting, *anchors):
         chain = [token]
-        while chain[-1] in after:
-            chain.append(after[chain[-1]])
-        yield from _loops(chain)
+        while following := after.get(chain[-1]):
+            # Of several tokens drawn with one before, the loop goes on with the one that others are drawn with.
+            chain.append(max(following, key=lambda each: (each in after, isinstance(_step_or_reason(each), Step))))
+        yield from _loops(chain if token in starting else chain[1:])
 
 
 def _behind(node: Node, tokens: Container[Node], itself: bool = False) -> set[Node]:
@@ -130,6 +135,7 @@ def _step_or_reason(token: Node) -> Step | str:
 def why_no_loop(steps: Loop) -> str | None:
     """Why steps of the same base logits are not the steps of one loop; None where they are."""
     start = steps[0]
+    made = {node for step in steps for node in (step.token, step.logits)}
     for place, step in enumerate(steps):
         if place > 0 and without_views(step.before) is not steps[place - 1].token:
             return f"step {place}: the token before goes through {_name(without_views(step.before))} before it is looked up"
@@ -147,6 +153,8 @@ def why_no_loop(steps: Loop) -> str | None:
             return f"step {place}: its temperature is not that of step 0"
         if step.noise.seeds is not start.noise.seeds:
             return f"step {place}: its seeds are not those of step 0"
+        if made & _behind(step.noise.positions, made, itself=True):
+            return f"step {place}: its positions depend on what the loop draws"
         if step.noise.step != place:
             return f"step {place}: its noise is that of step {step.noise.step}"
         if step.noise.use_fp64 != start.noise.use_fp64:
@@ -231,10 +239,10 @@ def _sum(logits: Node) -> tuple[Node, Node]:
     if is_call(logits, *_MERGED):
         raise Miss(f"{_name(logits)} rounds base logits + bias once; compute the bias first, then add")
     if not is_call(logits, aten.add.Tensor):
-        raise Miss(f"the argmax is of {_name(logits)}, not of base logits + bias")
+        raise Miss(f"the logits are the result of {_name(logits)}, not of base logits + bias")
     operands = [without_views(x) for x in args_of(logits) if isinstance(x, Node)]
     if len(operands) != 2:
-        raise Miss("the argmax is not of base logits + bias")
+        raise Miss("the logits are a tensor and a number, not base logits + bias")
     if logits.kwargs.get("alpha", 1) != 1:
         raise Miss("the bias is scaled by alpha")
     # The base logits can be a product as well, of hidden states and the lm_head.
@@ -251,51 +259,87 @@ def _sum(logits: Node) -> tuple[Node, Node]:
             if is_call(projected, *_CASTS):
                 raise Miss(f"the embedding is cast to {projected.meta['val'].dtype}")
             raise Miss(f"what is projected is {_name(projected)}, not the embedding of the token before (a gated or recurrent head)")
-    raise Miss(f"the argmax is of {' + '.join(map(_name, operands))}, not of base logits + bias")
+    raise Miss(f"the logits are the sum of {' and '.join(map(_name, operands))}, not of base logits and bias")
 
 
 def _projected(product: Node) -> Node:
     return without_views(args_of(product)[0])
 
 
-def _sampled(keys: Node, greedy: Miss, passed: list[Node]) -> tuple[Node, Node | float | None, Noise]:
-    """Logits, temperature and noise of `logits / temperature + noise`; raises `greedy`, why these are no logits, where they are no keys."""
-    if not is_call(keys, aten.add.Tensor) or keys.kwargs:
+def _sampled(keys: Node, greedy: Miss, after: list[Node]) -> tuple[Node, Node | float, Noise]:
+    """Logits, temperature and noise of `logits / temperature + noise`; raises `greedy`, why these are no logits, where they are no keys.
+
+    `after` are the nodes from the keys to the token.
+    """
+    if not is_call(keys, aten.add.Tensor) or keys.kwargs or not all(isinstance(x, Node) for x in args_of(keys)):
         raise greedy
     a, b = args_of(keys)
-    for scaled, noisy in ((a, b), (b, a)):
-        if not isinstance(scaled, Node) or not isinstance(noisy, Node):
-            continue
-        logits, temperature, inner = _unscaled(scaled)
-        try:
-            _sum(logits)
-        except Miss:
-            continue
-        noise = match_noise(without_views(noisy))
-        if noise is None:
-            raise Miss("what is added to the logits is not the noise of dspark_ops.gumbel_noise for all ids in order")
-        inner = {keys, *inner, *passed}
-        if any(user not in inner for node in inner - {passed[-1]} for user in node.users):
-            raise Miss("the keys (logits / temperature + noise) are used elsewhere")
-        if not same_sizes(keys.meta["val"], logits.meta["val"]) or not same_sizes(noisy.meta["val"], logits.meta["val"]):
-            raise Miss("logits and noise do not have the same shape")
-        return logits, temperature, noise
-    raise greedy
+    noise = match_noise(without_views(b))
+    scaled, noisy = (a, b) if noise is not None else (b, a)
+    if noise is None and (noise := match_noise(without_views(a))) is None:
+        if any(_is_sum(_unscaled(x, [])[0]) for x in (a, b)):
+            raise Miss("what is added to the logits is not the noise of dspark_ops.gumbel_noise for the ids 0, 1, 2, ...")
+        raise greedy
+    between = [keys]
+    logits, divisor = _unscaled(scaled, between)
+    if any(user not in (*between, *after) for node in (*between, *after[:-1]) for user in node.users):
+        raise Miss("the keys, logits / temperature + noise, are used elsewhere")
+    _sum(logits)
+    if not all(same_sizes(x.meta["val"], logits.meta["val"]) for x in (noisy, scaled, keys)):
+        raise Miss("logits, temperature and noise do not fit row by row")
+    return logits, 1.0 if divisor is None else _temperature(divisor, logits), noise
 
 
-def _unscaled(keys: Node) -> tuple[Node, Node | float | None, set[Node]]:
-    """Logits and temperature of `logits / temperature`, and the nodes between."""
-    inner: list[Node] = []
-    temperature: Any = None
-    node = without_views(keys, inner)
+def _is_sum(node: Node) -> bool:
+    try:
+        _sum(node)
+    except Miss:
+        return False
+    return True
+
+
+def _unscaled(scaled: Node, between: list[Node]) -> tuple[Node, Node | float | None]:
+    """Logits and divisor of `logits / divisor`, computed in FP32; `between` receives the nodes from the logits on."""
+    divisor = None
+    node = without_views(scaled, between)
+    if _is_cast(node, torch.float64):  # to the precision of the noise, after the division
+        between.append(node)
+        node = without_views(args_of(node)[0], between)
     if is_call(node, aten.div.Tensor):
-        inner.append(node)
-        node, temperature = args_of(node)
-        node = without_views(node, inner)
-    if is_call(node, *_CASTS) and node.meta["val"].dtype == torch.float32:
-        inner.append(node)
-        node = without_views(args_of(node)[0], inner)
-    return node, temperature, set(inner)
+        between.append(node)
+        if node.meta["val"].dtype != torch.float32:
+            raise Miss(f"the logits are divided by the temperature in {node.meta['val'].dtype}, not in FP32")
+        node, divisor = args_of(node)
+        node = without_views(node, between)
+    if _is_cast(node, torch.float32):
+        between.append(node)
+        node = without_views(args_of(node)[0], between)
+    return node, divisor
+
+
+def _is_cast(node: Node, dtype: torch.dtype) -> bool:
+    return is_call(node, *_CASTS) and node.meta["val"].dtype == dtype
+
+
+def _temperature(divisor: Node | float, logits: Node) -> Node | float:
+    """The temperature, one of each row or a number."""
+    if not isinstance(divisor, Node):
+        if not MIN_TEMPERATURE <= divisor <= torch.finfo(torch.float32).max:
+            raise Miss(f"the temperature is {divisor}")
+        return float(divisor)
+    source, dims = axes(divisor)
+    temperature = source.meta["val"]
+    if temperature.dtype != torch.float32:
+        raise Miss(f"the temperature is {temperature.dtype}, not FP32")
+    rows = [dim for dim in dims if dim is not None]
+    if rows != long_dims(temperature) or len(rows) > 1 or dims[-1:] != [None] or not _one_for_each_row(temperature, logits):
+        raise Miss("the temperature is not a number or one for each row")
+    return source
+
+
+def _one_for_each_row(t: Tensor, logits: Node) -> bool:
+    sizes = logits.meta["val"].shape[:-1]
+    return statically_known_true(t.numel() == math.prod(sizes))
 
 
 def _base_and_weights(logits: Node, base_logits: Node, bias: Node) -> tuple[Slice, Node, Node, Node]:

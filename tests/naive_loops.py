@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark_ops import gumbel_noise
+
 Naive = Callable[..., Any]
 
 
@@ -248,15 +250,15 @@ REFUSED: dict[str, tuple[Naive, str]] = {
     "scaled_bias": (_variant(lambda i, b, t, w1, w2: torch.add(b[:, i], w1[t] @ w2.t(), alpha=2).argmax(-1)), "step 0: the bias is scaled"),
     "multiplied_bias": (
         _variant(lambda i, b, t, w1, w2: (b[:, i] + 2 * (w1[t] @ w2.t())).argmax(-1)),
-        "step 0: the argmax is of aten.select.int + aten.mul.Tensor",
+        "step 0: the logits are the sum of aten.select.int and aten.mul.Tensor",
     ),
     "masked": (
         _variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).masked_fill(w2[:, 0] > 0, -torch.inf).argmax(-1)),
-        "step 0: the argmax is of aten.where.self",
+        "step 0: the logits are the result of aten.where.self",
     ),
     "capped": (
         _variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).clamp(max=8).argmax(-1)),
-        "step 0: the argmax is of aten.clamp_max",
+        "step 0: the logits are the result of aten.clamp_max",
     ),
     "smallest": (_variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).argmin(-1)), "step 0: it takes the smallest logit"),
     "smallest_of_min": (_variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).min(-1).indices), "step 0: it takes the smallest logit"),
@@ -306,6 +308,125 @@ REFUSED: dict[str, tuple[Naive, str]] = {
     "embedding_used": (embedding_used, "step 0: the embedding of the token before is used elsewhere"),
     "largest_logit_used": (largest_logit_used, "step 0: the largest logit itself is used"),
     "recurrent": (recurrent, "step 0: what is projected is aten.add.Tensor, not the embedding"),
-    "masked_at_one_step": (masked_at_one_step, "step 1: the argmax is of aten.where.self"),
+    "masked_at_one_step": (masked_at_one_step, "step 1: the logits are the result of aten.where.self"),
     "two_before": (two_before, "step 0: "),
 }
+
+
+def sampled(base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    tokens, token, ids = [], anchors, torch.arange(base.shape[2], device=base.device)
+    for i in range(base.shape[1]):
+        logits = base[:, i] + w1[token] @ w2.t()
+        token = (logits / temperature[:, None] + gumbel_noise(seeds, positions[:, i], ids, step=i)).argmax(-1)
+        tokens.append(token)
+    return torch.stack(tokens, dim=1)
+
+
+def _sampled(keys: Callable[..., Tensor], **options: Any) -> Naive:
+    """A sampled loop with the keys `keys(i, logits, temperature, seeds, positions, ids)`."""
+
+    def loop(base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        tokens, token, ids = [], anchors, torch.arange(base.shape[2], device=base.device)
+        for i in range(base.shape[1]):
+            token = keys(i, base[:, i] + w1[token] @ w2.t(), temperature, seeds, positions, ids).argmax(-1)
+            tokens.append(token)
+        return torch.stack(tokens, dim=1)
+
+    return loop
+
+
+def sampled_deepspec(
+    base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    tokens, logits, token, ids = [], [], anchors, torch.arange(base.shape[2], device=base.device)
+    for i in range(base.shape[1]):
+        logits.append(base[:, i : i + 1] + F.linear(F.embedding(token.unsqueeze(1), w1), w2))
+        noise = gumbel_noise(seeds[:, None], positions[:, i : i + 1], ids, step=i)
+        token = (noise + logits[-1] / temperature[:, None, None]).argmax(dim=-1).squeeze(1)
+        tokens.append(token)
+    return torch.stack(tokens, dim=1), torch.cat(logits, dim=1)
+
+
+def keys_used(
+    base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    tokens, keys, token, ids = [], [], anchors, torch.arange(base.shape[2], device=base.device)
+    for i in range(base.shape[1]):
+        logits = base[:, i] + w1[token] @ w2.t()
+        keys.append(logits / temperature[:, None] + gumbel_noise(seeds, positions[:, i], ids, step=i))
+        token = keys[-1].argmax(-1)
+        tokens.append(token)
+    return torch.stack(tokens, dim=1), torch.stack(keys, dim=1)
+
+
+SAMPLED: dict[str, Naive] = {
+    "sampled": sampled,
+    "sampled_deepspec": sampled_deepspec,
+    "cast_first": _sampled(lambda i, x, t, s, p, ids: x.float() / t[:, None] + gumbel_noise(s, p[:, i], ids, step=i)),
+    "constant": _sampled(lambda i, x, t, s, p, ids: x.float() / 0.75 + gumbel_noise(s, p[:, i], ids, step=i)),
+    "no_temperature": _sampled(lambda i, x, t, s, p, ids: x + gumbel_noise(s, p[:, i], ids, step=i)),
+    "fp64": _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i], ids, step=i, use_fp64=True)),
+    "int32": _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i].int(), ids.int(), step=i)),
+    "counted_positions": _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, 0] + i, ids, step=i)),
+}
+
+# Sampled loops that must stay as they are, with what is said of them.
+REFUSED_SAMPLED: dict[str, tuple[Naive, str]] = {
+    "unknown_noise": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] - torch.log(gumbel_noise(s, p[:, i], ids, step=i).abs())),
+        "step 0: the logits are the result of aten.sub.Tensor",
+    ),
+    "doubled_noise": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + 2 * gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 0: what is added to the logits is not the noise",
+    ),
+    "shifted_ids": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i], ids + 1, step=i)),
+        "step 0: what is added to the logits is not the noise",
+    ),
+    "noise_of_another_step": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i], ids, step=i + 1)),
+        "step 0: its noise is that of step 1",
+    ),
+    "other_seeds": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s + i, p[:, i], ids, step=i)),
+        "step 1: its seeds are not those of step 0",
+    ),
+    "other_temperature": (
+        _sampled(lambda i, x, t, s, p, ids: x / (t + i)[:, None] + gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 1: its temperature is not that of step 0",
+    ),
+    "multiplied": (
+        _sampled(lambda i, x, t, s, p, ids: x * t[:, None] + gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 0: the logits are the result of aten.mul.Tensor",
+    ),
+    "divided_in_bf16": (
+        _sampled(lambda i, x, t, s, p, ids: x / 0.7 + gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 0: the logits are divided by the temperature in torch.bfloat16",
+    ),
+    "bf16_temperature": (
+        _sampled(lambda i, x, t, s, p, ids: x.float() / t.bfloat16()[:, None] + gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 0: the temperature is torch.bfloat16",
+    ),
+    "temperature_by_column": (
+        _sampled(lambda i, x, t, s, p, ids: x / (ids + 1.0) + gumbel_noise(s, p[:, i], ids, step=i)),
+        "step 0: the temperature is not a number or one for each row",
+    ),
+    "greedy_at_first": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i], ids, step=i) if i else x),
+        "step 1: it is sampled, unlike step 0",
+    ),
+    "random_positions": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + gumbel_noise(s, p[:, i] + x.amax(-1).long(), ids, step=i)),
+        "step 0: its positions depend on what the loop draws",
+    ),
+    "keys_used": (keys_used, "step 0: the keys, logits / temperature + noise, are used elsewhere"),
+}
+
+
+def multinomial(base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    tokens, token = [], anchors
+    for i in range(base.shape[1]):
+        token = (base[:, i] + w1[token] @ w2.t()).softmax(-1).multinomial(1)[:, 0]
+        tokens.append(token)
+    return torch.stack(tokens, dim=1)
