@@ -141,10 +141,10 @@ def _sampling(graph: Graph, loop: Loop, anchors: Node) -> tuple[Node | None, Nod
 
 def _positions(graph: Graph, rows: list[Node]) -> Node:
     """Positions [R, K] of the steps."""
-    slices = [pick(row) for row in rows]
-    first = slices[0]
+    first = pick(rows[0])
     if isinstance(first, Slice) and first.dim == 1 and first.base.meta["val"].dim() == 2:
-        if slices == [first._replace(position=first.position + i) for i in range(len(rows))]:
+        ascending = [first._replace(position=first.position + place) for place in range(len(rows))]
+        if [pick(row) for row in rows] == ascending:
             return _steps(graph, first.base, first.position, len(rows))
     columns = [_emit(graph, aten.unsqueeze.default, _flat(graph, row), 1) for row in rows]
     return _emit(graph, aten.cat.default, columns, 1)

@@ -373,7 +373,7 @@ def _base_and_weights(logits: Node, base_logits: Node, bias: Node) -> tuple[Slic
     if not same_sizes(bias.meta["val"], sum_of) or not same_sizes(base_logits.meta["val"], sum_of):
         raise Miss("base logits and bias do not have the same shape")
     if not (same_size(table.shape[0], base.shape[2]) and same_size(weight.shape[0], base.shape[2])):
-        raise Miss("the vocabularies of base logits, markov_w1 and markov_w2 differ")
+        raise Miss("the vocabularies of base logits, markov_w1 and markov_w2 differ, or are not known to be equal")
     if val(ids) is None or ids.meta["val"].dtype not in INTS:
         raise Miss("the tokens are not int32 or int64")
     return piece, ids, w1, w2
