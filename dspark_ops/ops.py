@@ -436,6 +436,45 @@ def _fake_linear_beside_noise(
 _library = torch.library.Library("dspark", "FRAGMENT")
 
 
+def _sample_loop(
+    base_logits: Tensor,
+    anchor_ids: Tensor,
+    markov_w1: Tensor,
+    markov_w2: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    sample_pos: Tensor | None,
+    use_fp64: bool,
+    keep_logits: bool,
+) -> tuple[Tensor, Tensor]:
+    """`dspark::markov_sample_loop`, what a naive loop in a graph is replaced by: functional, opaque to Inductor, all arguments by row.
+
+    Args: as those of `markov_sample_sequential`, with a slot for each row: temperature [R], seeds [R].
+    Returns: tokens [R, K] int64, and the logits sampled from [R, K, V] with `keep_logits`, empty without.
+
+    A row whose temperature is below 2^-64 is greedy, where a loop that divides by it gets infinities and NaN.
+    """
+    slots = torch.arange(base_logits.shape[0], device=base_logits.device)
+    logits = base_logits.new_empty(base_logits.shape if keep_logits else (0,))
+    cache = logits if keep_logits else None
+    call = Call(base_logits, anchor_ids, markov_w1, markov_w2, temperature, seeds, sample_pos, slots, cache, use_fp64=use_fp64)
+    return sample(call, "auto"), logits
+
+
+def _fake_sample_loop(base_logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    keep_logits = args[-1]
+    return base_logits.new_empty(base_logits.shape[:2], dtype=torch.int64), base_logits.new_empty(base_logits.shape if keep_logits else (0,))
+
+
+# Exact strides: a copy of the base logits, made to pad or to reorder them, would cost more than a step.
+_library.define(
+    "markov_sample_loop" + torch.library.infer_schema(_sample_loop, mutates_args=()),
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+_library.impl("markov_sample_loop", _sample_loop, "CompositeExplicitAutograd")
+torch.library.register_fake("dspark::markov_sample_loop", _fake_sample_loop, lib=_library)
+
+
 def _define_refusal(name: str, op: Callable[..., Tensor], error_of: Callable[..., Exception | None], fake: Callable[..., Tensor]) -> None:
     """Defines what a graph holds in place of a call of an op with wrong arguments: it raises the error of the eager call, with actual sizes,
     when the graph runs. Tracers wrap an error that is raised while they trace into one of their own, of another type.
