@@ -37,6 +37,18 @@ def test_both_plans_give_the_same_bits_at_every_batch(rows: int) -> None:
     assert torch.equal(by_block, by_step)
 
 
+@pytest.mark.parametrize("rows", [1, 9, 33, 64])
+@pytest.mark.parametrize("noise", ["ahead", "none"])
+def test_both_plans_agree_without_noise_of_their_own(rows: int, noise: str) -> None:
+    args = to("cuda", case(rows=rows, steps=4, vocab=5003, rank=256, random_weights=True))
+    if noise == "none":
+        args["temperature"] = None
+    else:
+        args["noise"] = dspark_ops.markov_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 5003)
+    by_block, by_step = _both(args)
+    assert torch.equal(by_block, by_step)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize("noise", ["hashed", "ahead", "none"])
 def test_whole_rows_of_keys_are_equal(rows: int, noise: str) -> None:
