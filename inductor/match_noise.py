@@ -63,7 +63,9 @@ def _trace(rows: tuple[int, ...], positions: torch.dtype, ids: torch.dtype, use_
 
 
 def _counts_up(ids: Node, vocab: Size) -> bool:
-    """Whether a node holds 0, 1, 2, ..."""
+    """Whether a node, int32 or int64, holds 0, 1, 2, ..."""
+    if is_call(ids, prims.convert_element_type.default) and (uncast := args_of(ids)[0]).meta["val"].dtype in INTS:
+        ids = uncast  # both hold every id
     return is_call(ids, prims.iota.default) and same_size(args_of(ids)[0], vocab) and (ids.kwargs["start"], ids.kwargs["step"]) == (0, 1)
 
 

@@ -262,6 +262,10 @@ REFUSED: dict[str, tuple[Naive, str]] = {
     ),
     "smallest": (_variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).argmin(-1)), "step 0: it takes the smallest logit"),
     "smallest_of_min": (_variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).min(-1).indices), "step 0: it takes the smallest logit"),
+    "multinomial": (
+        _variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).softmax(-1).multinomial(1)[:, 0]),
+        "step 0: torch.multinomial draws from the global generator",
+    ),
     "topk": (_variant(lambda i, b, t, w1, w2: (b[:, i] + w1[t] @ w2.t()).topk(1).indices[:, 0]), "step 0: topk leaves open"),
     "other_w1": (
         _variant(lambda i, b, t, w1, w2: (b[:, i] + (w1 if i == 0 else w2)[t] @ w2.t()).argmax(-1)),
@@ -376,6 +380,14 @@ REFUSED_SAMPLED: dict[str, tuple[Naive, str]] = {
         _sampled(lambda i, x, t, s, p, ids: x / t[:, None] - torch.log(gumbel_noise(s, p[:, i], ids, step=i).abs())),
         "step 0: the logits are the result of aten.sub.Tensor",
     ),
+    "global_noise": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] - torch.log(-torch.log(torch.rand(x.shape)))),
+        "step 0: the logits are the result of aten.sub.Tensor",
+    ),
+    "added_global_noise": (
+        _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + torch.rand(x.shape)),
+        "step 0: what is added to the logits is not the noise",
+    ),
     "doubled_noise": (
         _sampled(lambda i, x, t, s, p, ids: x / t[:, None] + 2 * gumbel_noise(s, p[:, i], ids, step=i)),
         "step 0: what is added to the logits is not the noise",
@@ -422,11 +434,3 @@ REFUSED_SAMPLED: dict[str, tuple[Naive, str]] = {
     ),
     "keys_used": (keys_used, "step 0: the keys, logits / temperature + noise, are used elsewhere"),
 }
-
-
-def multinomial(base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    tokens, token = [], anchors
-    for i in range(base.shape[1]):
-        token = (base[:, i] + w1[token] @ w2.t()).softmax(-1).multinomial(1)[:, 0]
-        tokens.append(token)
-    return torch.stack(tokens, dim=1)

@@ -1,4 +1,4 @@
-"""The main example works on a CPU, refuses files it cannot serve, and notices when eager and compiled disagree."""
+"""The examples of drafters and naive loops work on a CPU, refuse what they cannot serve, and notice when eager and compiled disagree."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import needs_compiler
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,14 +40,17 @@ def checkpoint(path: Path, replace: dict[str, Tensor | None] | None = None) -> P
     return path
 
 
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_example", path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compiled_drafter_example", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module(SCRIPT)
 
 
 @pytest.fixture
@@ -290,3 +294,54 @@ def test_help_names_the_tensors(run: Callable[..., int], capsys: pytest.CaptureF
     said = " ".join(capsys.readouterr().out.split())
     for name in (W1, W2, LM_HEAD, "--rows", "--steps", "--device", "--seed"):
         assert name in said
+
+
+# ---- The example of a naive loop -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def naive(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module; the switch that it sets is put back."""
+    matmul = torch.backends.cuda.matmul
+    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", matmul.allow_bf16_reduced_precision_reduction)
+    return module(ROOT / "examples" / "fuse_naive_loop.py")
+
+
+SMALL = ["--device", "cpu", "--rows", "3", "--steps", "2", "--vocab", "97", "--rank", "16"]
+
+
+@needs_compiler
+def test_a_naive_loop_is_fused_and_draws_the_same_tokens(
+    naive: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((6.0, 1.5))
+    monkeypatch.setattr(naive, "milliseconds", lambda function, args: next(times))
+    assert naive.main(SMALL) == 0
+    out = capsys.readouterr().out
+    assert "cpu: R = 3, K = 2, V = 97, rank 16, bf16" in out
+    rows = re.findall(r"^(Inductor|with the pass) +(\d) +(\d+) +(\d\.\d{3})  0 of 6$", out, re.MULTILINE)
+    assert [(name, loops, ms) for name, loops, _, ms in rows] == [("Inductor", "0", "6.000"), ("with the pass", "1", "1.500")]
+    assert all(int(launches) > 0 for _, _, launches, _ in rows)
+    assert "the pass makes a block 4.00 times as fast" in out
+
+
+def test_other_tokens_and_a_loop_that_is_not_fused_end_with_status_1(
+    naive: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def off_by_one(*args: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, logits = naive.sample_block_tokens(*args)
+        return tokens + 1, logits
+
+    def other_logits(*args: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, logits = naive.sample_block_tokens(*args)
+        return tokens, logits + 1
+
+    monkeypatch.setattr(naive, "milliseconds", lambda function, args: 1.0)
+    for function, loops, problem in (
+        (off_by_one, 1, "with the pass: tokens or logits are not those of eager code"),
+        (other_logits, 1, "with the pass: tokens or logits are not those of eager code"),
+        (naive.sample_block_tokens, 0, "the pass fused no loop"),
+    ):
+        monkeypatch.setattr(naive, "compiled", lambda args, options, function=function, loops=loops: (function, loops, 1))
+        assert naive.main(SMALL) == 1
+        assert problem in capsys.readouterr().err

@@ -108,7 +108,7 @@ def test_every_form_of_the_greedy_loop_is_fused_and_exact(name: str) -> None:
     assert graph["aten.argmax.default"] == (name == "anchor_inside")
 
 
-@pytest.mark.parametrize("name", ["sampled", "sampled_deepspec", "fp64", "counted_positions", "constant"])
+@pytest.mark.parametrize("name", ["sampled", "sampled_deepspec", "fp64", "counted_positions", "constant", "int32"])
 def test_a_sampled_loop_is_fused_and_exact(name: str) -> None:
     outcome = _agrees(SAMPLED[name], Compiled(SAMPLED[name]), _sampled_inputs())
     assert outcome.found == [Found(3, None)]
@@ -125,7 +125,7 @@ def test_other_dtypes_are_fused_and_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["masked_at_one_step", "bias_used", "smallest", "recurrent"])
 def test_what_is_refused_stays_as_it_is(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Every refusal has its case in test_match.py; these show that the pass then changes nothing, and says so once."""
+    """Every refusal has its case in test_match.py; these show that tokens stay those of eager code."""
     loop, reason = REFUSED[name]
     with caplog.at_level(logging.INFO, logger="dspark_ops"):
         outcome = _agrees(loop, Compiled(loop), _inputs())
