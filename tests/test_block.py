@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Arguments, case, gpu, keys_of, keys_of_block, oracle, same_bits, to
-
 from torch._inductor.utils import run_and_get_code
 
 import dspark_ops

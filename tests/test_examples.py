@@ -300,11 +300,12 @@ def test_help_names_the_tensors(run: Callable[..., int], capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def naive(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def naive() -> Iterator[ModuleType]:
     """The module; the switch that it sets is put back."""
     matmul = torch.backends.cuda.matmul
-    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", matmul.allow_bf16_reduced_precision_reduction)
-    return module(ROOT / "examples" / "fuse_naive_loop.py")
+    before = matmul.allow_bf16_reduced_precision_reduction
+    yield module(ROOT / "examples" / "fuse_naive_loop.py")
+    matmul.allow_bf16_reduced_precision_reduction = before
 
 
 SMALL = ["--device", "cpu", "--rows", "3", "--steps", "2", "--vocab", "97", "--rank", "16"]
