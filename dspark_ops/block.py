@@ -83,6 +83,7 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
     shape = shape_for(num_requests, rank)
     tile = [shape.block_v, shape.padded_rank]
     weights = TensorDescriptor(w2, [vocab_size, rank], list(w2.stride()), tile, NVMMASharedLayout(128, 16, 2))
+    screened = shape.screened and call.temperature is not None and call.noise is None and keys is None  # it hashes, and skips keys
     # An argument left out is a pointer that the kernel's flags keep it from using.
     unused = call.anchor_ids
     slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
@@ -136,7 +137,7 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
                 WRITE_KEYS=keys is not None,
                 BLOCK_R=shape.block_r,
                 BLOCK_V=shape.block_v,
-                SCREENED=shape.screened and keys is None,
+                SCREENED=screened,
                 SLOTS=shape.slots,
                 HELD=shape.held,
                 num_warps=shape.num_warps,

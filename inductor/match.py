@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from dspark_ops import api
 from dspark_ops.guards import FLOATS, INTS
 from dspark_ops.noise import MIN_TEMPERATURE
 
@@ -105,6 +106,8 @@ def _behind(node: Node, tokens: Container[Node], itself: bool = False) -> set[No
 
 def _loops(chain: list[Node]) -> Iterator[Loop | NearMiss]:
     """The loops of a chain of tokens, one for each tensor of base logits, or why there are none."""
+    if any(api.__file__ in (token.stack_trace or "") for token in chain):
+        return  # the op itself, decomposed since the reference serves it
     parsed = [_step_or_reason(token) for token in chain]
     steps = [step for step in parsed if isinstance(step, Step)]
     reasons = [f"step {place}: {reason}" for place, reason in enumerate(parsed) if isinstance(reason, str)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dspark_ops
-from dspark_ops import guards, ops, reference
+from dspark_ops import block, guards, ops, reference
 from dspark_ops.guards import Call
 
 Arguments = dict[str, Any]
@@ -122,10 +122,29 @@ def _launch(**args: Any) -> Tensor:
     return ops.launch_steps(call, *scratch(call))
 
 
+def _block(**args: Any) -> Tensor:
+    """One launch a block, where it serves."""
+    call = Call(**args)
+    reason = guards.error(call, "auto") or guards.block_reason(call)
+    if isinstance(reason, str):
+        pytest.skip(reason)
+    return dspark_ops.markov_sample_sequential(**args, plan="block")
+
+
 def scratch(call: Call) -> tuple[Tensor, Tensor]:
     maxima = call.base_logits.shape[0] * ops.MOST_PROGRAMS.programs(call.num_columns)
     key_dtype = ops.key_dtype(call.use_fp64 and call.temperature is not None)
     return call.base_logits.new_empty(maxima, dtype=key_dtype), call.base_logits.new_empty(maxima, dtype=torch.int32)
+
+
+def keys_of_block(args: Arguments) -> Tensor:
+    """All keys, [K, R, V], of a call by the block kernel."""
+    call = Call(**args)
+    rows, steps, vocab = call.base_logits.shape
+    keys = torch.full((steps, rows, vocab), float("nan"), device=call.base_logits.device)
+    block.launch_block(call, keys=keys)
+    assert not keys.isnan().any(), "every key was written"
+    return keys
 
 
 def keys_of(args: Arguments) -> Tensor:
@@ -148,6 +167,7 @@ gpu = [pytest.mark.gpu, needs_compiler]
 REFERENCE = pytest.param(Path("reference", "cpu", dspark_ops.markov_sample_sequential), id="reference", marks=needs_compiler)
 INTERPRETER = pytest.param(Path("interpreted", "cpu", _launch), id="interpreted", marks=needs_interpreter)
 STEP = pytest.param(Path("step", "cuda", lambda **args: dspark_ops.markov_sample_sequential(**args, plan="step")), id="step", marks=gpu)
+BLOCK = pytest.param(Path("block", "cuda", _block), id="block", marks=gpu)
 GPU_REFERENCE = pytest.param(
     Path("gpu reference", "cuda", lambda **args: dspark_ops.markov_sample_sequential(**args, plan="reference")), id="gpu-reference", marks=gpu
 )
@@ -155,6 +175,6 @@ COMPILED = pytest.param(Path("compiled", "cpu", _compiled), id="compiled", marks
 GPU_COMPILED = pytest.param(Path("gpu compiled", "cuda", _compiled), id="gpu-compiled", marks=gpu)
 
 # Paths that take any arguments at no cost, and those that compile once for each kind of metadata.
-EAGER_PATHS = [REFERENCE, INTERPRETER, STEP, GPU_REFERENCE]
+EAGER_PATHS = [REFERENCE, INTERPRETER, STEP, BLOCK, GPU_REFERENCE]
 ALL_PATHS = [*EAGER_PATHS, COMPILED, GPU_COMPILED]
-KERNEL_PATHS = [INTERPRETER, STEP]
+KERNEL_PATHS = [INTERPRETER, STEP, BLOCK]

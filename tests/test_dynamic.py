@@ -78,10 +78,11 @@ class Drafter(torch.nn.Module):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache_is", ["a buffer", "an argument with a static address", "an argument"])
-@pytest.mark.parametrize("plan", ["step", "reference"])
+@pytest.mark.parametrize("plan", ["auto", "step", "reference"])
 @torch.inference_mode()
 def test_cuda_graphs_need_a_cache_that_stays_where_it_is(cache_is: str, plan: str) -> None:
     """And replays read the inputs as they are by then: each call has other rows in the same tensors."""
+    counters.clear()
     for rows in (1, 3, 7):
         whole = to("cuda", case(rows=64, steps=2, vocab=97, slots=70))
         args = {**whole, "plan": plan} | {name: whole[name][:rows].clone() for name in PER_ROW}
@@ -105,4 +106,5 @@ def test_cuda_graphs_need_a_cache_that_stays_where_it_is(cache_is: str, plan: st
             assert torch.equal(tokens.cpu(), expected), (rows, call)
             assert expected_cache is not None and same_bits(cache.cpu(), expected_cache), (rows, call)
     skips = counters["inductor"]["cudagraph_skips"]
-    assert (skips > 0) == (cache_is == "an argument"), skips
+    if cache_is != "an argument":
+        assert skips == 0, skips

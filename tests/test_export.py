@@ -16,6 +16,7 @@ import torch
 from cases import HALF, gpu, needs_compiler, same_bits
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
 
 import dspark_ops
 
@@ -166,10 +167,11 @@ def test_a_package_of_aotinductor_needs_no_dspark_ops(example: ModuleType, devic
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_a_program_exported_on_a_cpu_takes_the_kernels_on_a_gpu(example: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program = example.export(example.Drafter(HALF, "cpu"), example.make_batch(3, HALF, "cpu"))
-    moved = torch.export.passes.move_to_device_pass(program, device)
+    moved = move_to_device_pass(program, device)
     launches: list[object] = []
-    launch = dspark_ops.ops.launch_steps
-    monkeypatch.setattr(dspark_ops.ops, "launch_steps", lambda call, *scratch: (launches.append(call), launch(call, *scratch))[1])
+    for module_of, name in ((dspark_ops.ops, "launch_steps"), (dspark_ops.block, "launch_block")):
+        launch = getattr(module_of, name)
+        monkeypatch.setattr(module_of, name, lambda call, *scratch, launch=launch: (launches.append(call), launch(call, *scratch))[1])
     module = moved.module()
     _equals_eager(example, module, module.draft_logits, example.Drafter(HALF, device), sampled=True)
     assert len(launches) == 2 * 4, "eager and the program, four batches each"

@@ -53,19 +53,24 @@ def test_keys_do_not_depend_on_floating_point_fusion(use_fp64: bool, monkeypatch
     fused = keys_of(args)
     noise = dspark_ops.markov_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 5000, use_fp64=use_fp64)
 
+    launched = []
+
     def without_fusion(kernel: Any) -> Any:
         class Launcher:
             def __getitem__(self, grid: Any) -> Any:
+                launched.append(kernel)
                 return lambda *a, **k: kernel[grid](*a, **k, enable_fp_fusion=False)
 
         return Launcher()
 
-    monkeypatch.setattr(ops, "wrap_triton", without_fusion)
+    for kernel in ("step_kernel", "select_kernel", "noise_kernel"):
+        monkeypatch.setattr(ops, kernel, without_fusion(getattr(ops, kernel)))
     assert same_bits(keys_of(args), fused)
     assert same_bits(keys_of({**args, "noise": noise}), fused)
     again = torch.empty_like(noise)
     ops.launch_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 5000, None, again)
     assert same_bits(again, noise)
+    assert len(set(launched)) == 3, "the kernels ran through the launcher"
 
 
 @pytest.mark.parametrize("rows", [1, 16, 33])
@@ -99,7 +104,7 @@ def test_offsets_beyond_31_bits() -> None:
     assert 2 * strided.stride(0) > 2**31 - steps * vocab
     args["draft_logits"] = torch.full((slots, steps, vocab), -7.0, dtype=torch.bfloat16, device="cuda")
     assert last * args["draft_logits"].stride(0) > 2**31
-    for plan in ("step", "reference"):
+    for plan in ("auto", "step", "reference"):
         args["draft_logits"].fill_(-7.0)
         tokens = dspark_ops.markov_sample_sequential(**{**args, "base_logits": strided}, plan=plan)
         assert torch.equal(tokens.cpu(), expected)
