@@ -8,20 +8,26 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from cases import needs_compiler
 
 from dspark_ops import guards
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@needs_compiler
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    example, naive_loop = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(example, names)
     assert names["tokens"].shape == (2, 4)
     assert names["cache"].isfinite().all(), "every slot, step and token id is written"
+    exec(naive_loop, names)
+    assert names["tokens"].shape == (2, 4)
+    assert "4 steps, fused" in capsys.readouterr().out
 
 
 def test_every_reason_is_in_the_table() -> None:
