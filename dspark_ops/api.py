@@ -108,7 +108,7 @@ def markov_sample_sequential(
     )
     # Eager calls are checked and planned in the op. While a graph is made it happens here as well, where Dynamo turns what the checks read
     # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
-    # of a wrong call is raised by the op in any case (see `ops._refuse`).
+    # of a wrong call is raised by the op in any case (see `ops._define_refusal`).
     if torch.compiler.is_compiling():
         if not guards.exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
@@ -117,6 +117,7 @@ def markov_sample_sequential(
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     try:
         if guards.runs_directly(call):
+            ops.tell_autograd(call)
             return ops.sample(call, plan)
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     except RuntimeError as failure:
@@ -242,7 +243,7 @@ def lm_head_beside_noise(
         guards.device_reason(weight.device) is None
         and not guards.exporting()
         and not torch.is_autocast_enabled(weight.device.type)
-        and not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+        and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)))
     ):
         return torch.ops.dspark.linear_beside_noise(hidden, weight, bias, seeds, sample_pos, idx_mapping, draft_to_target, use_fp64)
     noise = markov_noise(seeds, sample_pos, idx_mapping, weight.shape[0], draft_to_target=draft_to_target, use_fp64=use_fp64)

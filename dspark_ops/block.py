@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import optional_pointers, optional_strides, table_sizes
 from .guards import Call, has_gluon, runs_now, weights_aligned
 
 if has_gluon():
@@ -74,8 +75,6 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
     tokens = base.new_empty((num_requests, num_steps), dtype=torch.int64)
     if scratch is None or scratch.shape[0] <= num_steps * MAX_ROWS:
         scratch = new_scratch(num_steps, base.device)
-    if runs_now(base) and call.draft_logits is not None:
-        torch.autograd.graph.increment_version(call.draft_logits)
     best = scratch.view(torch.uint64)
     arrived = scratch[-1:].view(torch.uint32)
     rank = call.markov_w1.shape[1]
@@ -84,50 +83,30 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
     tile = [shape.block_v, shape.padded_rank]
     weights = TensorDescriptor(w2, [vocab_size, rank], list(w2.stride()), tile, NVMMASharedLayout(128, 16, 2))
     screened = shape.screened and call.temperature is not None and call.noise is None and keys is None  # it hashes, and skips keys
-    # An argument left out is a pointer that the kernel's flags keep it from using.
-    unused = call.anchor_ids
-    slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
-    cache = unused if call.draft_logits is None else call.draft_logits
+    by_row = ("base_logits", "anchor_ids", "sample_pos", "idx_mapping", "noise")
     with torch.cuda.device(base.device):
         for start in range(0, num_requests, MAX_ROWS):
             rows = slice(start, start + MAX_ROWS)
-            part = base[rows]
-            anchors, positions, mapping, ahead = (
-                unused if t is None else t[rows] for t in (call.anchor_ids, call.sample_pos, call.idx_mapping, call.noise)
-            )
+            part = call._replace(**{name: t[rows] for name in by_row if (t := getattr(call, name)) is not None})
             block_kernel[(_programs(base.device.index),)](
                 weights,
-                part,
-                anchors,
+                part.base_logits,
+                part.anchor_ids,
                 call.markov_w1,
-                unused if call.temperature is None else call.temperature,
-                unused if call.seeds is None else call.seeds,
-                positions,
-                mapping,
-                cache,
-                unused if call.cache_rows is None else call.cache_rows,
-                ahead,
+                *optional_pointers(part),
                 tokens[rows],
                 best,
                 arrived,
-                part if keys is None else keys,
-                part.shape[0],
+                part.base_logits if keys is None else keys,
+                part.base_logits.shape[0],
                 num_steps,
                 vocab_size,
-                call.markov_w1.shape[0],
-                slots[0] if slots else 0,
-                cache.shape[0],
+                *table_sizes(call),
                 base.stride(0),
                 base.stride(1),
                 call.anchor_ids.stride(0),
                 call.markov_w1.stride(0),
-                0 if call.temperature is None else call.temperature.stride(0),
-                0 if call.seeds is None else call.seeds.stride(0),
-                *strides2(call.sample_pos),
-                *strides2(call.idx_mapping),
-                *strides2(call.draft_logits),
-                0 if call.cache_rows is None else call.cache_rows.stride(0),
-                *strides2(call.noise),
+                *optional_strides(call),
                 RANK=rank,
                 PADDED_RANK=shape.padded_rank,
                 SAMPLED=call.temperature is not None,
@@ -144,13 +123,6 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
                 launch_cooperative_grid=True,
             )
     return tokens
-
-
-def strides2(t: Tensor | None) -> tuple[int, int]:
-    """The first two strides of an argument by row and step; an [R] one serves every step, one left out is never read."""
-    if t is None:
-        return 0, 0
-    return t.stride(0), (t.stride(1) if t.dim() > 1 else 0)
 
 
 def sample_block(call: Call) -> Tensor:

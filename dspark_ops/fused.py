@@ -164,6 +164,8 @@ class FusedMarkov:
         chosen, reason = guards.choose(call, plan)
         if reason is not None:
             guards.note_once(chosen, reason)
+        if chosen != "reference":
+            ops.tell_autograd(call)
         if chosen == "block":
             return block.launch_block(call, self._scratch)
         if chosen == "step":

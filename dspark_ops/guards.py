@@ -62,9 +62,14 @@ class Call(NamedTuple):
         return self.output_scale != 1.0 or self.output_soft_cap is not None
 
 
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor is none of the stand-ins that tracers pass around, nor of another class of its own."""
+    return type(t) in (Tensor, torch.nn.Parameter)
+
+
 def runs_now(t: Tensor) -> bool:
-    """Whether operations on a tensor run one by one as they are called: it is none of the stand-ins that tracers pass around."""
-    return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Whether operations on a tensor run one by one as they are called."""
+    return _is_plain(t) and not torch.compiler.is_compiling()
 
 
 @torch.compiler.assume_constant_result
@@ -79,7 +84,7 @@ def runs_directly(call: Call) -> bool:
     """
     tensors = [x for x in call if isinstance(x, Tensor)]
     return (
-        all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        all(map(_is_plain, tensors))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_tracing_state() is None

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from . import compile_cache, guards, reference
-from .block import sample_block, strides2
+from .arguments import optional_pointers, optional_strides, stride, strides2, table_sizes
+from .block import sample_block
 from .guards import Call
 from .noise import block_log_argument, target_ids
 
@@ -100,14 +101,8 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
     rank = call.markov_w1.shape[1]
     tiles = tiles_for(call)
     programs = tiles.programs(vocab_size)
-    # An argument left out is a pointer that the kernel's flags keep it from using.
-    unused = call.anchor_ids
-    cache = unused if call.draft_logits is None else call.draft_logits
-    ahead = unused if call.noise is None else call.noise
-    slots = [t.shape[0] for t in (call.temperature, call.seeds, call.cache_rows, call.draft_logits) if t is not None]
+    pointers, strides = optional_pointers(call), optional_strides(call)
     now = guards.runs_now(base)  # then without the wrapper for tracers, which costs a millisecond a launch
-    if now and call.draft_logits is not None:
-        torch.autograd.graph.increment_version(call.draft_logits)
     with _device_of(base):
         for step in range(num_steps):
             (step_kernel if now else wrap_triton(step_kernel))[(-(-num_requests // tiles.block_r), programs)](
@@ -115,13 +110,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 call.anchor_ids,
                 call.markov_w1,
                 call.markov_w2,
-                unused if call.temperature is None else call.temperature,
-                unused if call.seeds is None else call.seeds,
-                unused if call.sample_pos is None else call.sample_pos,
-                unused if call.idx_mapping is None else call.idx_mapping,
-                cache,
-                unused if call.cache_rows is None else call.cache_rows,
-                ahead,
+                *pointers,
                 tokens,
                 best_key,
                 best_token,
@@ -130,21 +119,13 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
                 num_steps,
                 step,
                 vocab_size,
-                call.markov_w1.shape[0],
-                slots[0] if slots else 0,
-                cache.shape[0],
+                *table_sizes(call),
                 base.stride(0),
                 base.stride(1),
                 call.anchor_ids.stride(0),
                 call.markov_w1.stride(0),
                 call.markov_w2.stride(0),
-                0 if call.temperature is None else call.temperature.stride(0),
-                0 if call.seeds is None else call.seeds.stride(0),
-                *strides2(call.sample_pos),
-                *strides2(call.idx_mapping),
-                *strides2(call.draft_logits),
-                0 if call.cache_rows is None else call.cache_rows.stride(0),
-                *strides2(call.noise),
+                *strides,
                 RANK=rank,
                 SAMPLED=call.temperature is not None,
                 NOISE_AHEAD=call.noise is not None,
@@ -228,7 +209,7 @@ def _write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: T
             cache.shape[2],
             *strides2(logits),
             *strides2(slots),
-            0 if call.cache_rows is None else call.cache_rows.stride(0),
+            stride(call.cache_rows),
             *cache.stride(),
             COMPACT=call.cache_rows is not None,
             MAPPED=token_ids is not None,
@@ -319,6 +300,12 @@ def _linear_beside_noise(
         return F.linear(hidden, weight, bias), noise
     finally:
         _join(weight.device)  # after an error as well: the memory of the noise goes back to the current stream
+
+
+def tell_autograd(call: Call) -> None:
+    """Counts a write to the cache that passes the dispatcher by, which would count it: a gradient that needs the old values is an error."""
+    if call.draft_logits is not None and guards.runs_now(call.draft_logits):
+        torch.autograd.graph.increment_version(call.draft_logits)
 
 
 def sample(call: Call, plan: str) -> Tensor:
@@ -421,16 +408,9 @@ def _fake_noise(
 
 
 def _fake_linear_beside_noise(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seeds: Tensor,
-    sample_pos: Tensor,
-    idx_mapping: Tensor,
-    draft_to_target: Tensor | None,
-    use_fp64: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    return F.linear(hidden, weight, bias), _fake_noise(seeds, sample_pos, idx_mapping, weight.shape[0], draft_to_target, use_fp64)
+    return F.linear(hidden, weight, bias), _fake_noise(seeds, sample_pos, idx_mapping, weight.shape[0], *options)
 
 
 _library = torch.library.Library("dspark", "FRAGMENT")

@@ -252,6 +252,14 @@ def _load_base(base_logits_ptr, tile, step, rows, row_ok, vocab_size, stride_r, 
 
 
 @gluon.jit
+def _products(weights, embeddings, BLOCK_V: gl.constexpr, COLUMNS: gl.constexpr, PRODUCT: gl.constexpr):
+    """Products of a tile of weights, in shared memory or registers, with all embeddings."""
+    zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
+    dot = warpgroup_mma(weights, embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[dot])
+
+
+@gluon.jit
 def _sample(
     ring, full, empty, embeddings, first, streamed, base_logits_ptr, anchor_ids_ptr, w1_ptr, temperature_ptr, seeds_ptr, sample_pos_ptr,
     idx_mapping_ptr, draft_logits_ptr, cache_rows_ptr, noise_ptr, tokens_ptr, best_ptr, arrived_ptr, keys_ptr, num_requests, num_steps,
@@ -262,9 +270,9 @@ def _sample(
     BLOCK_V: gl.constexpr, SLOTS: gl.constexpr, HELD: gl.constexpr, PRODUCT: gl.constexpr, LOGITS: gl.constexpr, EIGHTS: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
+    """The consumers: gather the embeddings, multiply each tile that arrives, write the logits, keep the best keys, agree on the tokens."""
     EACH: gl.constexpr = 8 if SCREENED else 1
     BEST: gl.constexpr = EIGHTS if SCREENED else LOGITS
-    """The consumers: gather the embeddings, multiply each tile that arrives, write the logits, keep the best keys, agree on the tokens."""
     programs = gl.num_programs(0)
     entries = gl.arange(0, BLOCK_V, gl.SliceLayout(1, LOGITS))
     short_rows = gl.arange(0, BLOCK_R, gl.SliceLayout(0, LOGITS))
@@ -327,9 +335,7 @@ def _sample(
             tile = _tile(gl.where(last, 0, turn + 1), next_step, first, streamed, HELD)
             next_base = _load_base(base_logits_ptr, tile, next_step, rows, row_ok, vocab_size, base_stride_r, base_stride_k, BLOCK_V, LOGITS)
             mbarrier.wait(full.index(done % SLOTS), (done // SLOTS) & 1)
-            zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
-            dot = warpgroup_mma(ring.index(done % SLOTS), embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dot = warpgroup_mma_wait(0, deps=[dot])
+            dot = _products(ring.index(done % SLOTS), embeddings, BLOCK_V, COLUMNS, PRODUCT)
             best, best_token = _finish_tile(
                 dot, empty, done, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row,
                 draft_stride_k, sampled, divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests,
@@ -353,9 +359,7 @@ def _sample(
                 next_step = gl.minimum(step + 1, num_steps - 1)
                 tile = _tile(0, next_step, first, streamed, HELD)
             next_base = _load_base(base_logits_ptr, tile, next_step, rows, row_ok, vocab_size, base_stride_r, base_stride_k, BLOCK_V, LOGITS)
-            zero = gl.full([BLOCK_V, COLUMNS], 0.0, gl.float32, PRODUCT)
-            dot = warpgroup_mma(held[i], embeddings.permute((1, 0)), zero, use_acc=False, is_async=True)
-            dot = warpgroup_mma_wait(0, deps=[dot])
+            dot = _products(held[i], embeddings, BLOCK_V, COLUMNS, PRODUCT)
             best, best_token = _finish_tile(
                 dot, empty, done, base, v, long_step, vocab_size, rows, row_ok, draft_logits_ptr, cache_rows, written, draft_stride_row,
                 draft_stride_k, sampled, divisor, inverse, prefix, row_best, noise_ptr, noise_stride_r, noise_stride_k, keys_ptr, num_requests,
