@@ -14,9 +14,10 @@ from . import guards
 
 # What serves a call faster than plain torch, and the predicate that says why it does not on a device.
 FAST_PATHS: dict[str, Callable[[torch.device], str | None]] = {
+    'one launch a block (plan="block")': guards.block_device_reason,
     'step kernels (plan="step")': guards.device_reason,
     "noise kernel (markov_noise)": guards.device_reason,
-    "noise ahead (FusedMarkov.fork_noise)": guards.device_reason,
+    "noise ahead (FusedMarkov.fork_noise, lm_head_beside_noise)": guards.device_reason,
 }
 
 

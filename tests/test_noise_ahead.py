@@ -252,6 +252,10 @@ def test_gradients_flow_through_the_lm_head(device: str) -> None:
     base_logits, noise = dspark_ops.lm_head_beside_noise(inputs["hidden"], weight, *slots)
     base_logits.float().sum().backward()
     assert weight.grad is not None and weight.grad.any() and not noise.requires_grad
+    bias = torch.zeros(97, dtype=weight.dtype, device=device, requires_grad=True)  # the only one that wants a gradient
+    base_logits, _ = dspark_ops.lm_head_beside_noise(inputs["hidden"], weight.detach(), *slots, bias=bias)
+    base_logits.float().sum().backward()
+    assert bias.grad is not None and bias.grad.any()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
