@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
@@ -61,6 +62,7 @@ class FuseLoops(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         graph.eliminate_dead_code()
+        remove_noop_ops(graph)  # as Inductor does after this pass: slices of whole dimensions, left by `base[:, step]`
         found: list[Found] = []
         while loop := next((each for each in find(graph) if not isinstance(each, NearMiss)), None):
             _fuse(graph, loop)

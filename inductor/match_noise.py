@@ -84,7 +84,7 @@ class Comparison:
         if isinstance(traced, Node) and isinstance(found, Node):
             if (traced, found) in self._equal:
                 return True
-            if self._equal_nodes(traced, found) or self._equal_without_rounding(traced, found):
+            if self._equal_nodes(traced, found):
                 self._equal.add((traced, found))
                 return True
             return False
@@ -103,18 +103,10 @@ class Comparison:
         if traced.op == "placeholder":
             return self.bound.setdefault(traced, found) is found
         if (value := _uniform(traced)) is not None:
-            return value == _uniform(found)  # constants may have been folded
+            return value == _uniform(found)  # of whatever shape
         if is_call(traced, *_RESHAPES) and is_call(found, *_RESHAPES):
             return self.equal(args_of(traced)[0], args_of(found)[0])  # their sizes are compared already
         return is_call(found, traced.target) and traced.kwargs == found.kwargs and self.equal(traced.args, found.args)
-
-    def _equal_without_rounding(self, traced: Node, found: Node) -> bool:
-        """Whether a value that is cast to another dtype and back was compiled by torch 2.11, which makes one cast, of no effect, of the two."""
-        casts = (traced, *args_of(traced)[:1], found)
-        if not all(is_call(node, prims.convert_element_type.default) for node in casts):
-            return False
-        before, after = args_of(casts[1])[0], args_of(found)[0]
-        return before.meta["val"].dtype == after.meta["val"].dtype == found.meta["val"].dtype and self.equal(before, after)
 
 
 def _uniform(node: Node) -> float | None:

@@ -11,8 +11,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .fuse_loop import FuseLoops
 
-# Where the pass runs: after AOTDispatcher, on functional aten operations, before Inductor merges a product and an addition.
-SLOT = "post_grad_custom_pre_pass"
+# Where the pass runs: after AOTDispatcher, on functional aten operations, before Inductor pads products, merges one with an addition, or
+# drops casts.
+SLOT = "joint_custom_pre_pass"
 
 
 class Passes(CustomGraphPass):
@@ -53,7 +54,7 @@ def compile_options(mode: str | None = None, **yours: Any) -> dict[str, Any]:
     """Options for `torch.compile(model, options=...)` that let Inductor replace sequential Markov loops by the fused op.
 
     `torch.compile` takes a mode or options, not both; so the options of the mode are part of the result. A pass that is in
-    `post_grad_custom_pre_pass` already, in yours or in `torch._inductor.config`, is kept and runs first.
+    `joint_custom_pre_pass` already, in yours or in `torch._inductor.config`, is kept and runs first.
 
     Warming up a drafter, so that few graphs serve every batch and none is made later:
 
@@ -79,7 +80,7 @@ def compile_options(mode: str | None = None, **yours: Any) -> dict[str, Any]:
     >>> from dspark_ops.inductor import compile_options
     >>> options = compile_options("max-autotune-no-cudagraphs", epilogue_fusion=True)
     >>> sorted(options)
-    ['coordinate_descent_tuning', 'epilogue_fusion', 'max_autotune', 'post_grad_custom_pre_pass']
+    ['coordinate_descent_tuning', 'epilogue_fusion', 'joint_custom_pre_pass', 'max_autotune']
     >>> drafter = torch.compile(torch.nn.Linear(4, 4), options=options)
     """
     modes = torch._inductor.list_mode_options()

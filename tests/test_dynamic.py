@@ -80,6 +80,7 @@ class Drafter(torch.nn.Module):
 @pytest.mark.parametrize("cache_is", ["a buffer", "an argument with a static address", "an argument"])
 @pytest.mark.parametrize("plan", ["auto", "step", "reference"])
 @torch.inference_mode()
+@torch._inductor.config.patch(force_disable_caches=True)  # a cached graph keeps what the first caller said of its arguments
 def test_cuda_graphs_need_a_cache_that_stays_where_it_is(cache_is: str, plan: str) -> None:
     """And replays read the inputs as they are by then: each call has other rows in the same tensors."""
     counters.clear()
@@ -106,5 +107,5 @@ def test_cuda_graphs_need_a_cache_that_stays_where_it_is(cache_is: str, plan: st
             assert torch.equal(tokens.cpu(), expected), (rows, call)
             assert expected_cache is not None and same_bits(cache.cpu(), expected_cache), (rows, call)
     skips = counters["inductor"]["cudagraph_skips"]
-    if cache_is != "an argument":
-        assert skips == 0, skips
+    # One for each compilation, since a graph would write to where the cache of the first call lay.
+    assert skips == (3 if cache_is == "an argument" else 0)

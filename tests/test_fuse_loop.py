@@ -22,6 +22,7 @@ from torch._inductor.utils import run_and_get_code
 import dspark_ops
 from dspark_ops.inductor import compile_options
 from dspark_ops.inductor.fuse_loop import Found, FuseLoops, record
+from dspark_ops.inductor.options import SLOT
 
 pytestmark = needs_compiler
 FUSED = "dspark.markov_sample_loop.default"
@@ -41,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 class Compiled:
-    """A loop, compiled up to the pass and no further: the graph that Inductor would generate code from is run as it is."""
+    """A loop, compiled up to the stage of Inductor that the pass is in and no further: the graph is run as it is then."""
 
     def __init__(self, loop: Naive, **options: Any) -> None:
         self.graphs: list[Counter[str]] = []
@@ -49,8 +50,8 @@ class Compiled:
         self.function = torch.compile(loop, backend=backend, fullgraph=True, **options)
 
     def _after_the_pass(self, module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        joint_graph_passes(module)
-        FuseLoops()(module.graph)
+        with torch._inductor.config.patch({SLOT: FuseLoops()}):
+            joint_graph_passes(module)
         module.graph.lint()
         module.recompile()
         for node in module.graph.nodes:
@@ -231,11 +232,38 @@ def test_a_graph_from_the_cache_is_the_fused_one(tmp_path: Any, monkeypatch: pyt
     for hits, found_in_pass in ((0, [Found(2, None)]), (1, [])):
         torch._dynamo.reset()
         counters.clear()
-        with record() as found, torch._functorch.config.patch(enable_autograd_cache=False):
+        with record() as found:
             tokens = torch.compile(GREEDY["indexed"], fullgraph=True, options=compile_options())(*args)
         assert torch.equal(tokens, GREEDY["indexed"](*args))
-        assert counters["inductor"]["fxgraph_cache_hit"] == hits
+        assert counters["aot_autograd"]["autograd_cache_hit"] == hits
         assert found == found_in_pass
+
+
+def test_a_loop_in_training_is_fused_and_its_gradients_are_those_of_the_loop() -> None:
+    """The corrected logits carry gradients to the base logits; those of the weights need the embeddings, and the loop stays."""
+
+    def run(function: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        base, *rest = _inputs(dtype=torch.float32)
+        base.requires_grad_()
+        tokens, logits = function(base, *rest)
+        logits.logsumexp(-1).sum().backward()
+        assert base.grad is not None
+        return [tokens, logits.detach(), base.grad]
+
+    def loop(base: Tensor, anchors: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        before, tokens, logits = anchors, [], []
+        for step in range(base.shape[1]):
+            logits.append(base[:, step] + w1[before] @ w2.t())
+            before = logits[-1].argmax(-1)
+            tokens.append(before)
+        return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+    with record() as found, torch._inductor.config.patch(force_disable_caches=True):
+        fused = run(torch.compile(loop, fullgraph=True, options=compile_options()))
+    assert found == [Found(3, None)]
+    expected = run(loop)
+    assert torch.equal(fused[0], expected[0]) and torch.equal(fused[1], expected[1])
+    torch.testing.assert_close(fused[2], expected[2])  # Inductor computes the softmax of the gradient in its own order
 
 
 # ---- CUDA alone ------------------------------------------------------------------------------------------------------------------------------

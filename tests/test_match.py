@@ -10,6 +10,7 @@ from cases import grid, needs_compiler
 from naive_loops import GREEDY, REFUSED, REFUSED_SAMPLED, SAMPLED, Naive
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import remove_noop_ops
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dspark_ops.inductor.fuse_loop import Found, FuseLoops, record
@@ -19,10 +20,11 @@ ROWS, STEPS, VOCAB, RANK = 3, 3, 97, 16
 
 
 def _trace(loop: Naive, *args: Tensor) -> torch.fx.Graph:
-    """The functional graph of a loop, in the decompositions of Inductor."""
+    """The functional graph of a loop, in the decompositions of Inductor, without what is removed of any graph."""
     functional = torch.func.functionalize(loop, remove="mutations")
     graph = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()
+    remove_noop_ops(graph)
     return graph
 
 
