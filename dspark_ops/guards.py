@@ -199,9 +199,9 @@ def _weights_error(call: Call) -> Wrong | None:
                 "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded",
             )
         return error
-    if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):
+    if not isinstance(call.vocab_size, (int, torch.SymInt)) or isinstance(call.vocab_size, bool):
         return Wrong(TypeError, f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
-    if call.vocab_size < 1 or _below(base.shape[2], call.vocab_size):
+    if _below(call.vocab_size, 1) or _below(base.shape[2], call.vocab_size):
         return Wrong(ValueError, f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
     error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
         "markov_w2", w2, 0, "[V, rank]", call.vocab_size, "vocab_size"

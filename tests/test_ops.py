@@ -129,6 +129,21 @@ def test_everything_symbolic_gives_the_same() -> None:
         assert torch.equal(compiled(**{**args, "draft_logits": args["draft_logits"].clone()}), oracle(args)[0])
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_padded_vocabulary_may_vary(dynamic: bool | None) -> None:
+    """From its second value on the number is symbolic."""
+    for function in (dspark_ops.markov_sample_sequential, torch.ops.dspark.markov_sample_sequential):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda f=function, **args: f(**args), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for vocab_size in (90, 91, 95):
+            args = {**case(rows=3, steps=2, vocab=97), "vocab_size": vocab_size}
+            expected, expected_cache = oracle(args)
+            assert torch.equal(compiled(**args), expected), vocab_size
+            assert same_bits(args["draft_logits"], expected_cache), vocab_size
+        with pytest.raises(ValueError, match=r"^vocab_size must be from 1 to V of base_logits \(97\), got 98"):
+            compiled(**{**args, "vocab_size": 98})
+
+
 def test_metadata_and_flags_are_guards() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(dspark_ops.markov_sample_sequential, backend=counter, fullgraph=True)
