@@ -103,6 +103,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
     programs = tiles.programs(vocab_size)
     pointers, strides = optional_pointers(call), optional_strides(call)
     now = guards.runs_now(base)  # then without the wrapper for tracers, which costs a millisecond a launch
+    # A batch whose size is known at run time only may be empty: Triton's launchers and Inductor's skip a grid of zero.
     with _device_of(base):
         for step in range(num_steps):
             (step_kernel if now else wrap_triton(step_kernel))[(-(-num_requests // tiles.block_r), programs)](
