@@ -264,6 +264,20 @@ def _slots_error(call: Call) -> Wrong | None:
     return None
 
 
+def _overlaps(t: Tensor) -> bool:
+    """Whether the strides let two elements share memory. Those that interleave without a collision are taken for overlapping ones: it would
+    take a search to tell them apart, and neither slices nor permutations have them. A size that is known at run time only is taken to fit.
+    """
+    if runs_now(t) and t.is_contiguous():  # spares eager calls the arithmetic
+        return False
+    dims = [(stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if guard_or_false(size > 1)]
+    for i, (stride, _) in enumerate(dims):
+        reach = sum([(size - 1) * other for j, (other, size) in enumerate(dims) if j != i and guard_or_false(other <= stride)])
+        if guard_or_false(stride <= reach):
+            return True
+    return False
+
+
 def _cache_error(call: Call) -> Wrong | None:
     """What is wrong with the cache of draft logits."""
     cache = call.draft_logits
@@ -277,9 +291,12 @@ def _cache_error(call: Call) -> Wrong | None:
     if cache.dtype != dtype:
         what = "torch.float32 with output_scale or output_soft_cap" if call.transforms_output else f"the dtype of base_logits, {dtype}"
         return Wrong(TypeError, f"draft_logits must have {what}, got {cache.dtype}: it holds just what was sampled from")
-    for stride, size in zip(cache.stride(), cache.shape, strict=True):
-        if guard_or_false(stride == 0) and guard_or_false(size > 1):
-            return Wrong(ValueError, f"draft_logits must not overlap itself, got strides {cache.stride()}; make it with new_draft_logits")
+    if _overlaps(cache):
+        return Wrong(
+            ValueError,
+            "draft_logits must not overlap itself, so each stride must be beyond the reach of the smaller ones, got shape "
+            f"{tuple(cache.shape)} and strides {cache.stride()}; make it with new_draft_logits",
+        )
     error = _reach("draft_logits", cache, 1, layout, call.base_logits.shape[1], "K of base_logits")
     if error is None and call.cache_rows is None:
         for name, t in (("temperature", call.temperature), ("seeds", call.seeds)):

@@ -23,6 +23,10 @@ def _i8(t: torch.Tensor) -> torch.Tensor:
     return (8 * t.float()).to(torch.int8)
 
 
+def _strided(args: Arguments, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(20_000, dtype=args["draft_logits"].dtype).as_strided(shape, strides)
+
+
 # Name of the argument in the message, its error, and the change that makes a valid call wrong.
 WRONG: list[tuple[str, type[Exception], Any]] = [
     ("base_logits", TypeError, lambda a: {"base_logits": a["base_logits"].double()}),
@@ -62,6 +66,10 @@ WRONG: list[tuple[str, type[Exception], Any]] = [
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][..., :690]}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:6]}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:1].expand(7, 3, 700)}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (700, 350, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (700, 700, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (1400, 700, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (1, 7, 20))}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(7, dtype=torch.int32), "draft_logits": None}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(6, dtype=torch.int32)}),
     ("cache_rows", TypeError, lambda a: {"cache_rows": torch.zeros(7)}),
@@ -133,6 +141,21 @@ def test_compiled_code_raises_the_same(dynamic: bool | None) -> None:
                 continue  # compilers refuse these before they see the call
             compiled = torch.compile(lambda f=function, **a: f(**a), fullgraph=True, dynamic=dynamic, backend="aot_eager")
             assert _raises(compiled, args, name, error) == message
+
+
+def test_a_cache_may_have_any_strides_that_keep_its_elements_apart() -> None:
+    args = case(slots=7)
+    dtype = args["draft_logits"].dtype
+    wide = torch.zeros(9, 5, 800, dtype=dtype)
+    caches = [wide[1:8, 1:4, 50:750], wide[1:8, ::2, :700], torch.zeros(3, 7, 700, dtype=dtype).transpose(0, 1)]
+    caches += [torch.zeros(700, 3, 7, dtype=dtype).permute(2, 1, 0), wide[2:9, :4, :701]]
+    for cache in caches:
+        assert guards.error(Call(**{**args, "draft_logits": cache}), "auto") is None, cache.stride()
+    odd = {**case(rows=1, steps=1, slots=1), "draft_logits": wide.as_strided((1, 1, 700), (0, 3, 1))}
+    assert guards.error(Call(**odd), "auto") is None, "the stride of a single element is never used"
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="aot_eager")
+    for cache in caches[:3]:
+        compiled(**{**args, "draft_logits": cache})
 
 
 def test_noise_names_its_wrong_arguments() -> None:
