@@ -110,6 +110,9 @@ def markov_sample_sequential(
     # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
     # of a wrong call is raised by the op in any case (see `ops._define_refusal`).
     if torch.compiler.is_compiling():
+        wrong_type = guards.type_error(call, plan)
+        if wrong_type is not None:
+            return torch.ops.dspark.refuse_type(base_logits, base_logits.shape[:2], torch.int64, str(wrong_type))
         if not guards.exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
@@ -119,6 +122,9 @@ def markov_sample_sequential(
         if guards.runs_directly(call):
             ops.tell_autograd(call)
             return ops.sample(call, plan)
+        wrong_type = guards.type_error(call, plan)
+        if wrong_type is not None:
+            raise wrong_type
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     except RuntimeError as failure:
         # What is no tensor or no number fails at the schema, before the op could say so in its own words.
@@ -196,6 +202,11 @@ def markov_noise(
     >>> torch.equal(-noise.log(), gumbel_noise(torch.tensor([5]), torch.tensor([[10, 11]]), torch.arange(4), step=torch.arange(2)))
     True
     """
+    wrong_type = guards.flag_error(use_fp64)
+    if wrong_type is not None:
+        if torch.compiler.is_compiling():
+            return torch.ops.dspark.refuse_type(seeds, (*sample_pos.shape, vocab_size), torch.float32, str(wrong_type))
+        raise wrong_type
     try:
         return torch.ops.dspark.markov_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64)
     except RuntimeError as failure:
@@ -241,6 +252,7 @@ def lm_head_beside_noise(
     """
     if (
         guards.device_reason(weight.device) is None
+        and guards.flag_error(use_fp64) is None
         and not guards.exporting()
         and not torch.is_autocast_enabled(weight.device.type)
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)))

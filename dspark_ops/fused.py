@@ -63,6 +63,9 @@ class FusedMarkov:
                 raise TypeError(f"{name} must be an int, got {type(size).__name__}")
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
+        wrong_type = guards.flag_error(use_fp64)
+        if wrong_type is not None:
+            raise wrong_type
         self.vocab, self.rank, self.max_rows, self.use_fp64 = vocab, rank, max_rows, use_fp64
         self.device = _device(device)
         self._forked: Tensor | None = None

@@ -149,13 +149,29 @@ def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt
     return None
 
 
-def _number(name: str, x: object, positive: bool) -> Wrong | None:
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
-        return Wrong(TypeError, f"{name} must be a number, got {type(x).__name__}")
+def _number(name: str, x: float, positive: bool) -> Wrong | None:
     # Comparisons instead of math.isfinite: the number is symbolic under dynamic=True.
     if not -sys.float_info.max <= x <= sys.float_info.max or (positive and x <= 0):
         return Wrong(ValueError, f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
     return None
+
+
+def flag_error(use_fp64: object) -> TypeError | None:
+    return None if isinstance(use_fp64, bool) else TypeError(f"use_fp64 must be a bool, got {type(use_fp64).__name__}")
+
+
+def type_error(call: Call, plan: object) -> TypeError | None:
+    """What is wrong with the type of an option. The schema of an op would convert or refuse it before a body could tell."""
+    size = call.vocab_size
+    if size is not None and (not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool)):
+        return TypeError(f"vocab_size must be an int or None, got {type(size).__name__}")
+    for name in ("bias_scale", "bias_soft_cap", "output_scale", "output_soft_cap"):
+        x = getattr(call, name)
+        if (x is not None or name.endswith("scale")) and (not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(x, bool)):
+            return TypeError(f"{name} must be a number, got {type(x).__name__}")
+    if not isinstance(plan, str):
+        return TypeError(f"plan must be a str, got {type(plan).__name__}")
+    return flag_error(call.use_fp64)
 
 
 def _weights_error(call: Call) -> Wrong | None:
@@ -199,8 +215,6 @@ def _weights_error(call: Call) -> Wrong | None:
                 "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded",
             )
         return error
-    if not isinstance(call.vocab_size, (int, torch.SymInt)) or isinstance(call.vocab_size, bool):
-        return Wrong(TypeError, f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
     if _below(call.vocab_size, 1) or _below(base.shape[2], call.vocab_size):
         return Wrong(ValueError, f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
     error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
@@ -310,6 +324,9 @@ def _cache_error(call: Call) -> Wrong | None:
 
 def error(call: Call, plan: str) -> Exception | None:
     """The TypeError or ValueError that a call deserves, naming the argument, what it must be and what it is; None for a valid call."""
+    wrong_type = type_error(call, plan)
+    if wrong_type is not None:
+        return wrong_type
     found = _weights_error(call) or _slots_error(call)
     if found is not None:
         return found.error()

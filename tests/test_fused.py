@@ -130,6 +130,8 @@ def test_one_object_a_speculator() -> None:
 def test_wrong_arguments_name_themselves() -> None:
     with pytest.raises(ValueError, match=r"^max_rows must be at least 1, got 0"):
         FusedMarkov(8, 16, 0, "cpu")
+    with pytest.raises(TypeError, match=r"^use_fp64 must be a bool, got int"):
+        FusedMarkov(8, 16, 4, "cpu", 1)  # type: ignore[arg-type]  # what is tested
     fused = FusedMarkov(700, 16, 4, "cpu")
     with pytest.raises(ValueError, match=r"requests in base_logits must fit this FusedMarkov .* got 5"):
         fused.run(**case())
