@@ -288,8 +288,8 @@ def new_draft_logits(
         [num_slots, num_steps, target_vocab_size].
 
     Raises:
-        TypeError: `dtype` is not bf16, fp16 or fp32.
-        ValueError: a size is negative.
+        TypeError: `dtype` is not bf16, fp16 or fp32, a size is no int, or an option of the transform no number.
+        ValueError: a size is negative, or an option of the transform not finite, a cap not above 0.
 
     >>> import torch
     >>> new_draft_logits(2, 3, 8, dtype=torch.bfloat16).shape
@@ -298,8 +298,12 @@ def new_draft_logits(
     if dtype not in guards.FLOATS:
         raise TypeError(f"dtype must be {' or '.join(str(d) for d in guards.FLOATS)}, got {dtype}")
     for name, size in (("num_slots", num_slots), ("num_steps", num_steps), ("target_vocab_size", target_vocab_size)):
-        if size < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
+        error = guards.size_error(name, size, 0)
+        if error is not None:
+            raise error.error()
+    error = guards.output_error(output_scale, output_soft_cap)
+    if error is not None:
+        raise error.error()
     if output_scale != 1.0 or output_soft_cap is not None:
         dtype = torch.float32
     return torch.full((num_slots, num_steps, target_vocab_size), float("-inf"), dtype=dtype, device=device)

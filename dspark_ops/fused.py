@@ -43,7 +43,7 @@ class FusedMarkov:
         use_fp64: noise and keys in FP64; then there is no noise ahead.
 
     Raises:
-        TypeError: a size is no int.
+        TypeError: a size is no int, or use_fp64 no bool.
         ValueError: a size is below 1.
 
     >>> import torch
@@ -59,10 +59,9 @@ class FusedMarkov:
 
     def __init__(self, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> None:
         for name, size in (("vocab", vocab), ("rank", rank), ("max_rows", max_rows)):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            error = guards.size_error(name, size, 1)
+            if error is not None:
+                raise error.error()
         wrong_type = guards.flag_error(use_fp64)
         if wrong_type is not None:
             raise wrong_type

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,10 +149,33 @@ def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt
     return None
 
 
+def _number_type(name: str, x: object) -> Wrong | None:
+    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(x, bool):
+        return Wrong(TypeError, f"{name} must be a number, got {type(x).__name__}")
+    return None
+
+
 def _number(name: str, x: float, positive: bool) -> Wrong | None:
+    wrong_type = _number_type(name, x)
+    if wrong_type is not None:
+        return wrong_type
     # Comparisons instead of math.isfinite: the number is symbolic under dynamic=True.
     if not -sys.float_info.max <= x <= sys.float_info.max or (positive and x <= 0):
         return Wrong(ValueError, f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
+    return None
+
+
+def output_error(scale: float, soft_cap: float | None) -> Wrong | None:
+    """What is wrong with the output transform."""
+    return _number("output_scale", scale, positive=False) or (None if soft_cap is None else _number("output_soft_cap", soft_cap, positive=True))
+
+
+def size_error(name: str, size: object, least: int) -> Wrong | None:
+    """What is wrong with a size that is given as a number."""
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        return Wrong(TypeError, f"{name} must be an int, got {type(size).__name__}")
+    if _below(size, least):
+        return Wrong(ValueError, f"{name} must be at least {least}, got {_shown(size)}")
     return None
 
 
@@ -167,8 +190,9 @@ def type_error(call: Call, plan: object) -> TypeError | None:
         return TypeError(f"vocab_size must be an int or None, got {type(size).__name__}")
     for name in ("bias_scale", "bias_soft_cap", "output_scale", "output_soft_cap"):
         x = getattr(call, name)
-        if (x is not None or name.endswith("scale")) and (not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(x, bool)):
-            return TypeError(f"{name} must be a number, got {type(x).__name__}")
+        wrong = None if type(x) is float or (x is None and name.endswith("cap")) else _number_type(name, x)
+        if wrong is not None:
+            return TypeError(wrong.text)
     if not isinstance(plan, str):
         return TypeError(f"plan must be a str, got {type(plan).__name__}")
     return flag_error(call.use_fp64)
@@ -333,8 +357,7 @@ def error(call: Call, plan: str) -> Exception | None:
     found = (
         _number("bias_scale", call.bias_scale, positive=False)
         or (None if call.bias_soft_cap is None else _number("bias_soft_cap", call.bias_soft_cap, positive=True))
-        or _number("output_scale", call.output_scale, positive=False)
-        or (None if call.output_soft_cap is None else _number("output_soft_cap", call.output_soft_cap, positive=True))
+        or output_error(call.output_scale, call.output_soft_cap)
         or _cache_error(call)
     )
     if found is not None:
@@ -349,7 +372,7 @@ def error(call: Call, plan: str) -> Exception | None:
     return None
 
 
-def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_size: object, draft_to_target: object) -> Exception | None:
+def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_size: Any, draft_to_target: object) -> Exception | None:
     """The TypeError or ValueError that a call of `markov_noise` deserves, or None."""
     if not isinstance(seeds, Tensor):
         return TypeError(f"seeds must be a torch.Tensor, got {type(seeds).__name__}")
@@ -367,10 +390,9 @@ def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_si
         found = _size("idx_mapping", idx_mapping, 1, "[R, K]", sample_pos.shape[1], "K of sample_pos")
     if found is not None:
         return found.error()
-    if not isinstance(vocab_size, (int, torch.SymInt)) or isinstance(vocab_size, bool):
-        return TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
-    if _below(vocab_size, 1):
-        return ValueError(f"vocab_size must be at least 1, got {_shown(vocab_size)}")
+    found = size_error("vocab_size", vocab_size, 1)
+    if found is not None:
+        return found.error()
     if draft_to_target is not None:
         found = _tensor("draft_to_target", draft_to_target, device, (torch.int64,), "[V]", (1,))
         if found is None and isinstance(draft_to_target, Tensor):
