@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -308,6 +309,15 @@ def tell_autograd(call: Call) -> None:
         torch.autograd.graph.increment_version(call.draft_logits)
 
 
+def _with_kept_layouts(call: Call) -> Call:
+    """The call as Inductor is to see it, for launches that read the same arguments at each step."""
+    if guards.runs_now(call.base_logits) or "torch._inductor.compile_fx" not in sys.modules:
+        return call
+    from .inductor.lowering import keep_layouts  # noqa: PLC0415  # it needs Inductor, which takes seconds to import
+
+    return keep_layouts(call)
+
+
 def sample(call: Call, plan: str) -> Tensor:
     """The body of the op: checks, the plan, and kernels or the reference."""
     if guards.error(call, plan) is not None:
@@ -318,6 +328,7 @@ def sample(call: Call, plan: str) -> Tensor:
     if chosen == "block":
         return sample_block(call)
     if chosen == "step":
+        call = _with_kept_layouts(call)
         maxima = call.base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
         best_key = call.base_logits.new_empty((maxima,), dtype=key_dtype(call.use_fp64 and call.temperature is not None))
         return launch_steps(call, best_key, call.base_logits.new_empty((maxima,), dtype=torch.int32))
