@@ -56,6 +56,13 @@ def _in_inductor() -> bool:
     return isinstance(V.fake_mode, FakeTensorMode)
 
 
+def packaging() -> bool:
+    """Whether a package of AOTInductor is compiled. It may run where there is no Python: kernels become part of it, opaque ops would not."""
+    from torch._inductor.virtualized import V  # noqa: PLC0415  # as above
+
+    return V.aot_compilation is True
+
+
 def keep_layouts(call: Call) -> Call:
     """The call with arguments that every step can read as they are; the cache, which is written in place, is left alone."""
     if not (_in_inductor() and _lowered()):
