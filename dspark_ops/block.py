@@ -58,6 +58,12 @@ def shape_for(num_requests: int, rank: int) -> Shape:
     return Shape(block_r, block_v, num_warps, held, screened, padded_rank, min(8, left // (block_v * padded_rank * 2)))
 
 
+def weights_descriptor(w2: Tensor, vocab_size: int, shape: Shape) -> TensorDescriptor:
+    """The first `vocab_size` rows of markov_w2 for copies by tile; what lies outside is read as zero."""
+    tile = [shape.block_v, shape.padded_rank]
+    return TensorDescriptor(w2, [vocab_size, w2.shape[1]], list(w2.stride()), tile, NVMMASharedLayout(128, 16, 2))
+
+
 def new_scratch(num_steps: int, device: torch.device) -> Tensor:
     """Zeroed scratch of a launch, which leaves it zeroed: the best keys of each step and row, and the count of programs that arrived."""
     return torch.zeros(num_steps * MAX_ROWS + 1, dtype=torch.int64, device=device)
@@ -80,8 +86,7 @@ def launch_block(call: Call, scratch: Tensor | None = None, keys: Tensor | None 
     rank = call.markov_w1.shape[1]
     vocab_size = call.num_columns
     shape = shape_for(num_requests, rank)
-    tile = [shape.block_v, shape.padded_rank]
-    weights = TensorDescriptor(w2, [vocab_size, rank], list(w2.stride()), tile, NVMMASharedLayout(128, 16, 2))
+    weights = weights_descriptor(w2, vocab_size, shape)
     screened = shape.screened and call.temperature is not None and call.noise is None and keys is None  # it hashes, and skips keys
     by_row = ("base_logits", "anchor_ids", "sample_pos", "idx_mapping", "noise")
     with torch.cuda.device(base.device):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -309,6 +311,13 @@ def tell_autograd(call: Call) -> None:
         torch.autograd.graph.increment_version(call.draft_logits)
 
 
+def _inductor_at_work() -> Any:
+    """What Inductor must know of the ops, while a graph is made that may be for it."""
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return None
+    return importlib.import_module(".inductor.lowering", __package__)  # not sooner: it needs Inductor, which takes seconds to import
+
+
 def sample(call: Call, plan: str) -> Tensor:
     """The body of the op: checks, the plan, and kernels or the reference."""
     error = guards.error(call, plan)
@@ -319,9 +328,11 @@ def sample(call: Call, plan: str) -> Tensor:
     chosen, reason = guards.choose(call, plan)
     if reason is not None and guards.runs_now(call.base_logits):
         guards.note_once(chosen, reason)  # where a graph is made, the function that users call notes it
-    if chosen == "block":
+    inductor = None if guards.runs_now(call.base_logits) else _inductor_at_work()
+    if chosen == "block" and not (inductor and inductor.packaging()):
         return sample_block(call)
-    if chosen == "step":
+    if chosen in ("block", "step"):
+        call = inductor.keep_layouts(call) if inductor else call
         maxima = call.base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
         best_key = call.base_logits.new_empty((maxima,), dtype=key_dtype(call.use_fp64 and call.temperature is not None))
         return launch_steps(call, best_key, call.base_logits.new_empty((maxima,), dtype=torch.int32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import inspect
 import io
 import itertools
@@ -28,14 +29,7 @@ from . import fuse_loop
 from .fuse_loop import Found
 from .options import compile_options
 
-try:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-except ImportError:  # plain lines do
-    RICH = False
-else:
-    RICH = True
+RICH = importlib.util.find_spec("rich") is not None  # plain lines do
 
 _numbers = itertools.count()
 
@@ -71,6 +65,10 @@ class Report:
     def __str__(self) -> str:
         rows = list(self._rows())
         if RICH:
+            from rich.console import Console  # noqa: PLC0415  # not sooner: compilations import this module and print nothing
+            from rich.markup import escape  # noqa: PLC0415
+            from rich.table import Table  # noqa: PLC0415
+
             table = Table(show_header=False)
             for name, text in rows:
                 table.add_row(name, escape(text))

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from dspark_ops import guards
 from dspark_ops.compile_cache import source_hash
 
+from .lowering import packaging
 from .match import Loop, NearMiss, find
 from .views import Slice, args_of, is_call, long_dims, pick, same_size, same_sizes, scattered, val, without_views, written
 
@@ -64,10 +65,11 @@ class FuseLoops(CustomGraphPass):
         graph.eliminate_dead_code()
         remove_noop_ops(graph)  # as Inductor does after this pass: slices of whole dimensions, left by `base[:, step]`
         found: list[Found] = []
-        while loop := next((each for each in find(graph) if not isinstance(each, NearMiss)), None):
+        barred = "a package of AOTInductor holds no Python op; call dspark_ops.markov_sample_sequential" if packaging() else None
+        while barred is None and (loop := next((each for each in find(graph) if not isinstance(each, NearMiss)), None)):
             _fuse(graph, loop)
             found.append(Found(len(loop), None))
-        found += [Found(*each) for each in find(graph) if isinstance(each, NearMiss)]
+        found += [Found(*each) if isinstance(each, NearMiss) else Found(len(each), barred) for each in find(graph)]
         for each in found:
             if each.fused:
                 guards.logger.info("a loop of %d steps is fused to dspark::markov_sample_loop", each.steps)

@@ -84,6 +84,7 @@ def agrees(out: str, rows: list[int], new_graphs: list[int], steps: int) -> None
     assert table == [(str(row), str(graphs)) for row, graphs in zip(rows, new_graphs, strict=True)]
 
 
+@pytest.mark.slow  # make demo runs it as well
 def test_the_example_runs_and_eager_and_compiled_agree(tmp_path: Path) -> None:
     done = python(tmp_path, str(SCRIPT), "--device", "cpu", "--steps", "2", "--rows", "1", "2", "7")
     assert done.returncode == 0, done.stdout + done.stderr

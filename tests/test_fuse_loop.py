@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -224,6 +225,18 @@ def test_a_sampled_loop_behind_an_lm_head_is_exact_compiled(device: str) -> None
     assert found == [Found(2, None)]
     for a, b in zip(values, drafter(*args), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_a_loop_stays_in_a_package_of_aotinductor(tmp_path: Path) -> None:
+    base, anchors, w1, w2 = _inputs()
+    head = MarkovHead(w1, w2)
+    program = torch.export.export(head, (base, anchors))
+    with record() as found:
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "head.pt2"), inductor_configs=compile_options())
+    ((steps, reason),) = found
+    assert steps == 3 and reason is not None and reason.startswith("a package of AOTInductor holds no Python op")
+    assert torch.equal(torch._inductor.aoti_load_package(path)(base, anchors), head(base, anchors))
 
 
 def test_a_graph_from_the_cache_is_the_fused_one(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dspark_ops
 from dspark_ops import guards, reference
 from dspark_ops.guards import Call
+from dspark_ops.inductor import lowering
 
 pytestmark = needs_compiler
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=gpu)]
@@ -257,6 +259,21 @@ def test_the_compiler_sees_two_kernels_a_step(cuda_without_a_gpu: Any, caplog: p
     mutated = [node.kwargs["tensors_to_clone"] for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert mutated == [["draft_logits_ptr", "best_key_ptr", "best_token_ptr"], ["tokens_ptr"]] * 2
     assert "assuming every input is mutated" not in caplog.text
+
+
+def test_inductor_is_asked_once_to_keep_what_every_step_reads(cuda_without_a_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(lowering, "_in_inductor", lambda: True)
+    args = cuda_without_a_gpu(case(rows=3, steps=2, vocab=97))
+    graph = _graph({**args, "plan": "step"})
+    kept = {node for node in graph.graph.nodes if node.target is torch.ops.dspark.keep_layout.default}
+    assert len(kept) == sum(isinstance(x, torch.Tensor) for x in args.values()) - 1, "all but the cache"
+    launches = [node.kwargs["kwargs"] for node in graph.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    steps = [launch for launch in launches if "draft_logits_ptr" in launch]
+    for name in ("base_logits_ptr", "w1_ptr", "w2_ptr"):
+        (source,) = {launch[name] for launch in steps}
+        assert source in kept
+    assert not any(launch["draft_logits_ptr"] in kept for launch in steps)
 
 
 def test_the_compiler_sees_one_launch_a_block(cuda_without_a_gpu: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ALL_PATHS, EAGER_PATHS, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, keys_of, oracle, same_bits, to
+from cases import COMPILED, EAGER_PATHS, GPU_COMPILED, INTERPRETED, KERNEL_PATHS, Arguments, Path, case, keys_of, oracle, same_bits, to
 
 import dspark_ops
 from dspark_ops import gumbel_noise, ops
@@ -203,9 +203,20 @@ def test_global_state_changes_nothing(path: Path, mode: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator is not used"
 
 
-@pytest.mark.parametrize("path", ALL_PATHS)
+@eager_path
 @pytest.mark.parametrize("weights", FLOATS)
 def test_random_weights_stay_within_the_bound(path: Path, weights: torch.dtype) -> None:
+    _stays_within_the_bound(path, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [COMPILED, GPU_COMPILED])
+@pytest.mark.parametrize("weights", FLOATS)
+def test_random_weights_stay_within_the_bound_compiled(path: Path, weights: torch.dtype) -> None:
+    _stays_within_the_bound(path, weights)
+
+
+def _stays_within_the_bound(path: Path, weights: torch.dtype) -> None:
     """|bias - exact| <= r 2^-23 sum |e w| before rounding: seen through FP32 logits, whose cache shows the bias, and through the tokens."""
     rank, excused = 64, 0
     for seed in range(4):

@@ -6,8 +6,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .gumbel import NO_TOKEN, draws_noise, greedy_key, hash_prefix, log_argument, sampled_key, token_hash, uniform_log
 
-# The name changed after Triton 3.6.
+# These names changed after Triton 3.6.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -38,7 +39,7 @@ def _stream_tile(w2_desc, ring, full, empty, tile, done, BLOCK_V: gl.constexpr, 
     slot = done % SLOTS
     mbarrier.wait(empty.index(slot), ((done // SLOTS) & 1) ^ 1)
     mbarrier.expect(full.index(slot), BLOCK_V * RANK * 2)
-    tma.async_copy_global_to_shared(w2_desc, [tile * BLOCK_V, 0], full.index(slot), ring.index(slot))
+    _load_tile(w2_desc, [tile * BLOCK_V, 0], full.index(slot), ring.index(slot))
     return done + 1
 
 
