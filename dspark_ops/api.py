@@ -110,6 +110,9 @@ def markov_sample_sequential(
     # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
     # of a wrong call is raised by the op in any case (see `ops._define_refusal`).
     if torch.compiler.is_compiling():
+        wrong_type = guards.type_error(call, plan)
+        if wrong_type is not None:
+            return torch.ops.dspark.refuse_type(base_logits, base_logits.shape[:2], torch.int64, str(wrong_type))
         if not guards.exporting() and guards.error(call, plan) is None:
             plan, reason = guards.choose(call, plan)
             if reason is not None:
@@ -119,6 +122,9 @@ def markov_sample_sequential(
         if guards.runs_directly(call):
             ops.tell_autograd(call)
             return ops.sample(call, plan)
+        wrong_type = guards.type_error(call, plan)
+        if wrong_type is not None:
+            raise wrong_type
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     except RuntimeError as failure:
         # What is no tensor or no number fails at the schema, before the op could say so in its own words.
@@ -196,6 +202,11 @@ def markov_noise(
     >>> torch.equal(-noise.log(), gumbel_noise(torch.tensor([5]), torch.tensor([[10, 11]]), torch.arange(4), step=torch.arange(2)))
     True
     """
+    wrong_type = guards.flag_error(use_fp64)
+    if wrong_type is not None:
+        if torch.compiler.is_compiling():
+            return torch.ops.dspark.refuse_type(seeds, (*sample_pos.shape, vocab_size), torch.float32, str(wrong_type))
+        raise wrong_type
     try:
         return torch.ops.dspark.markov_noise(seeds, sample_pos, idx_mapping, vocab_size, draft_to_target, use_fp64)
     except RuntimeError as failure:
@@ -241,6 +252,7 @@ def lm_head_beside_noise(
     """
     if (
         guards.device_reason(weight.device) is None
+        and guards.flag_error(use_fp64) is None
         and not guards.exporting()
         and not torch.is_autocast_enabled(weight.device.type)
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)))
@@ -276,8 +288,8 @@ def new_draft_logits(
         [num_slots, num_steps, target_vocab_size].
 
     Raises:
-        TypeError: `dtype` is not bf16, fp16 or fp32.
-        ValueError: a size is negative.
+        TypeError: `dtype` is not bf16, fp16 or fp32, a size is no int, or an option of the transform no number.
+        ValueError: a size is negative, or an option of the transform not finite, a cap not above 0.
 
     >>> import torch
     >>> new_draft_logits(2, 3, 8, dtype=torch.bfloat16).shape
@@ -286,8 +298,12 @@ def new_draft_logits(
     if dtype not in guards.FLOATS:
         raise TypeError(f"dtype must be {' or '.join(str(d) for d in guards.FLOATS)}, got {dtype}")
     for name, size in (("num_slots", num_slots), ("num_steps", num_steps), ("target_vocab_size", target_vocab_size)):
-        if size < 0:
-            raise ValueError(f"{name} must be at least 0, got {size}")
+        error = guards.size_error(name, size, 0)
+        if error is not None:
+            raise error.error()
+    error = guards.output_error(output_scale, output_soft_cap)
+    if error is not None:
+        raise error.error()
     if output_scale != 1.0 or output_soft_cap is not None:
         dtype = torch.float32
     return torch.full((num_slots, num_steps, target_vocab_size), float("-inf"), dtype=dtype, device=device)

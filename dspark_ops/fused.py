@@ -17,11 +17,23 @@ NOISE_ROWS = 64
 MOST_STEPS = 16
 
 
+def _device(device: torch.device | str) -> torch.device:
+    """A device as tensors have it: with its index, for "cuda" that of the current one."""
+    return torch.empty(0, device=device).device
+
+
+def _state(t: Tensor) -> tuple[object, ...]:
+    """What tells a tensor, kept alive, from another, and from itself after a write; an inference tensor counts none."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, None if t.is_inference() else t._version
+
+
 class FusedMarkov:
     """Scratch and a side stream for one speculator's sampling, eager or captured in CUDA graphs; the results are those of the function.
 
     The scratch is allocated here, for the largest batch, and never again, so the addresses in a captured graph stay valid as long as the object
-    lives. Compiled code calls `markov_sample_sequential`, whose scratch the compiler plans. One object serves one stream at a time.
+    lives. Compiled code calls `markov_sample_sequential`, whose scratch the compiler plans. One object serves one stream at a time, and its
+    noise one block: that of another block, or of arguments written since, is refused. Writes that torch does not count are not noticed: those
+    of raw kernels, of replayed graphs and to inference tensors.
 
     Args:
         vocab: draft vocabulary V.
@@ -31,7 +43,7 @@ class FusedMarkov:
         use_fp64: noise and keys in FP64; then there is no noise ahead.
 
     Raises:
-        TypeError: a size is no int.
+        TypeError: a size is no int, or use_fp64 no bool.
         ValueError: a size is below 1.
 
     >>> import torch
@@ -47,14 +59,17 @@ class FusedMarkov:
 
     def __init__(self, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> None:
         for name, size in (("vocab", vocab), ("rank", rank), ("max_rows", max_rows)):
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__}")
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            error = guards.size_error(name, size, 1)
+            if error is not None:
+                raise error.error()
+        wrong_type = guards.flag_error(use_fp64)
+        if wrong_type is not None:
+            raise wrong_type
         self.vocab, self.rank, self.max_rows, self.use_fp64 = vocab, rank, max_rows, use_fp64
-        self.device = torch.device(device)
+        self.device = _device(device)
         self._forked: Tensor | None = None
         self._sources: tuple[Tensor, ...] = ()
+        self._states: tuple[tuple[object, ...], ...] = ()
         self._joined = True
         self._side: torch.cuda.Stream | None = None
         if guards.device_reason(self.device) is None:
@@ -82,7 +97,7 @@ class FusedMarkov:
         True
         """
         samplers = _samplers.setdefault(owner, {})
-        key = (torch.device(device), vocab, rank, use_fp64)
+        key = (_device(device), vocab, rank, use_fp64)
         if key not in samplers or samplers[key].max_rows < max_rows:
             samplers[key] = cls(vocab, rank, max_rows, device, use_fp64)
         return samplers[key]
@@ -99,19 +114,23 @@ class FusedMarkov:
     def fork_noise(self, seeds: Tensor, sample_pos: Tensor, idx_mapping: Tensor) -> None:
         """Starts the noise of a block on the side stream, after what the current stream holds; nothing where `noise_rows` is 0.
 
-        Call it before the lm_head with the arguments that `run` gets; they must not be written before `join` or `run`.
+        Call it before the lm_head with the arguments that `run` gets; they must not be written before `run`. Noise that was forked before and
+        did not meet its block is forgotten.
 
-        Raises: TypeError, ValueError: as `markov_noise`.
+        Raises: TypeError, ValueError: as `markov_noise`; ValueError where the tensors are not on the device of the object.
         """
+        self._take_noise()
         error = guards.noise_error(seeds, sample_pos, idx_mapping, self.vocab, None)
         if error is not None:
             raise error
+        self._check_device("seeds", seeds)
         num_reqs, num_steps = sample_pos.shape
         rows = self.noise_rows(num_reqs, num_steps)
         if rows == 0:
             return
         # Kept until `run`, which checks them; their memory is the side stream's until it is joined.
         self._sources = (seeds, sample_pos, idx_mapping)
+        self._states = tuple(map(_state, self._sources))
         if self._side is None:
             self._forked = ops.markov_noise(seeds, sample_pos, idx_mapping, self.vocab)
             return
@@ -128,19 +147,31 @@ class FusedMarkov:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
             self._joined = True
 
+    def _take_noise(self) -> Tensor | None:
+        """The noise that was forked and not used, joined, for the last time: its sources may be freed."""
+        self.join()
+        forked, self._forked, self._sources = self._forked, None, ()
+        return forked
+
+    def _check_device(self, name: str, t: Tensor) -> None:
+        if t.device != self.device:
+            raise ValueError(
+                f"{name} must be on the device of this FusedMarkov, {self.device}, got {t.device}; make another with FusedMarkov.of"
+            )
+
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
         """Samples a block as `markov_sample_sequential` does, which has the arguments, with the noise that was forked for it.
 
-        Raises: TypeError, ValueError: as the function; ValueError where the batch, vocabulary or rank is not what the object was made for.
+        Raises: TypeError, ValueError: as the function; ValueError where the batch, vocabulary, rank or device is not what the object was made
+        for, or where the noise was forked for other seeds, positions or slots.
         """
-        self.join()
-        forked, self._forked = self._forked, None
-        sources, self._sources = self._sources, ()
+        forked = self._take_noise()
         plan = kwargs.pop("plan", "auto")
         call = Call(*args, **kwargs)
         error = guards.error(call, plan)
         if error is not None:
             raise error
+        self._check_device("base_logits", call.base_logits)
         num_reqs, num_steps, _ = call.base_logits.shape
         for name, size, fits in (
             ("requests in base_logits", num_reqs, num_reqs <= self.max_rows),
@@ -156,10 +187,11 @@ class FusedMarkov:
         if forked is not None and call.noise is None and call.temperature is not None and call.draft_to_target is None:
             if forked.shape[:2] != (num_reqs, num_steps):
                 raise ValueError(f"base_logits must have the R and K of fork_noise, {tuple(forked.shape[:2])}, got {(num_reqs, num_steps)}")
-            for name, source in zip(("seeds", "sample_pos", "idx_mapping"), sources, strict=True):
-                given = getattr(call, name)
-                if given.data_ptr() != source.data_ptr() or given.shape != source.shape or given.stride() != source.stride():
-                    raise ValueError(f"{name} must be the tensor that fork_noise got, whose noise this would be, got another")
+            for name, state in zip(("seeds", "sample_pos", "idx_mapping"), self._states, strict=True):
+                given = _state(getattr(call, name))
+                if given != state:
+                    what = "another" if given[:-1] != state[:-1] else "one that was written since"
+                    raise ValueError(f"{name} must be the tensor that fork_noise got, whose noise this would be, got {what}")
             call = call._replace(noise=forked)
         chosen, reason = guards.choose(call, plan)
         if reason is not None:

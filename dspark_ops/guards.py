@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import logging
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,13 +149,53 @@ def _reach(name: str, t: Tensor, dim: int, layout: str, size: int | torch.SymInt
     return None
 
 
-def _number(name: str, x: object, positive: bool) -> Wrong | None:
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
+def _number_type(name: str, x: object) -> Wrong | None:
+    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) or isinstance(x, bool):
         return Wrong(TypeError, f"{name} must be a number, got {type(x).__name__}")
+    return None
+
+
+def _number(name: str, x: float, positive: bool) -> Wrong | None:
+    wrong_type = _number_type(name, x)
+    if wrong_type is not None:
+        return wrong_type
     # Comparisons instead of math.isfinite: the number is symbolic under dynamic=True.
     if not -sys.float_info.max <= x <= sys.float_info.max or (positive and x <= 0):
         return Wrong(ValueError, f"{name} must be a finite number{' above 0' if positive else ''}, got {_shown(x)}")
     return None
+
+
+def output_error(scale: float, soft_cap: float | None) -> Wrong | None:
+    """What is wrong with the output transform."""
+    return _number("output_scale", scale, positive=False) or (None if soft_cap is None else _number("output_soft_cap", soft_cap, positive=True))
+
+
+def size_error(name: str, size: object, least: int) -> Wrong | None:
+    """What is wrong with a size that is given as a number."""
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        return Wrong(TypeError, f"{name} must be an int, got {type(size).__name__}")
+    if _below(size, least):
+        return Wrong(ValueError, f"{name} must be at least {least}, got {_shown(size)}")
+    return None
+
+
+def flag_error(use_fp64: object) -> TypeError | None:
+    return None if isinstance(use_fp64, bool) else TypeError(f"use_fp64 must be a bool, got {type(use_fp64).__name__}")
+
+
+def type_error(call: Call, plan: object) -> TypeError | None:
+    """What is wrong with the type of an option. The schema of an op would convert or refuse it before a body could tell."""
+    size = call.vocab_size
+    if size is not None and (not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool)):
+        return TypeError(f"vocab_size must be an int or None, got {type(size).__name__}")
+    for name in ("bias_scale", "bias_soft_cap", "output_scale", "output_soft_cap"):
+        x = getattr(call, name)
+        wrong = None if type(x) is float or (x is None and name.endswith("cap")) else _number_type(name, x)
+        if wrong is not None:
+            return TypeError(wrong.text)
+    if not isinstance(plan, str):
+        return TypeError(f"plan must be a str, got {type(plan).__name__}")
+    return flag_error(call.use_fp64)
 
 
 def _weights_error(call: Call) -> Wrong | None:
@@ -199,9 +239,7 @@ def _weights_error(call: Call) -> Wrong | None:
                 "draft_to_target where the draft vocabulary is a reduced one, or vocab_size where it is padded",
             )
         return error
-    if not isinstance(call.vocab_size, int) or isinstance(call.vocab_size, bool):
-        return Wrong(TypeError, f"vocab_size must be an int or None, got {type(call.vocab_size).__name__}")
-    if call.vocab_size < 1 or _below(base.shape[2], call.vocab_size):
+    if _below(call.vocab_size, 1) or _below(base.shape[2], call.vocab_size):
         return Wrong(ValueError, f"vocab_size must be from 1 to V of base_logits ({_shown(base.shape[2])}), got {_shown(call.vocab_size)}")
     error = _reach("markov_w1", w1, 0, "[V_target, rank]", call.vocab_size, "vocab_size") or _reach(
         "markov_w2", w2, 0, "[V, rank]", call.vocab_size, "vocab_size"
@@ -264,6 +302,20 @@ def _slots_error(call: Call) -> Wrong | None:
     return None
 
 
+def _overlaps(t: Tensor) -> bool:
+    """Whether the strides let two elements share memory. Those that interleave without a collision are taken for overlapping ones: it would
+    take a search to tell them apart, and neither slices nor permutations have them. A size that is known at run time only is taken to fit.
+    """
+    if runs_now(t) and t.is_contiguous():  # spares eager calls the arithmetic
+        return False
+    dims = [(stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if guard_or_false(size > 1)]
+    for i, (stride, _) in enumerate(dims):
+        reach = sum([(size - 1) * other for j, (other, size) in enumerate(dims) if j != i and guard_or_false(other <= stride)])
+        if guard_or_false(stride <= reach):
+            return True
+    return False
+
+
 def _cache_error(call: Call) -> Wrong | None:
     """What is wrong with the cache of draft logits."""
     cache = call.draft_logits
@@ -277,9 +329,12 @@ def _cache_error(call: Call) -> Wrong | None:
     if cache.dtype != dtype:
         what = "torch.float32 with output_scale or output_soft_cap" if call.transforms_output else f"the dtype of base_logits, {dtype}"
         return Wrong(TypeError, f"draft_logits must have {what}, got {cache.dtype}: it holds just what was sampled from")
-    for stride, size in zip(cache.stride(), cache.shape, strict=True):
-        if guard_or_false(stride == 0) and guard_or_false(size > 1):
-            return Wrong(ValueError, f"draft_logits must not overlap itself, got strides {cache.stride()}; make it with new_draft_logits")
+    if _overlaps(cache):
+        return Wrong(
+            ValueError,
+            "draft_logits must not overlap itself, so each stride must be beyond the reach of the smaller ones, got shape "
+            f"{tuple(cache.shape)} and strides {cache.stride()}; make it with new_draft_logits",
+        )
     error = _reach("draft_logits", cache, 1, layout, call.base_logits.shape[1], "K of base_logits")
     if error is None and call.cache_rows is None:
         for name, t in (("temperature", call.temperature), ("seeds", call.seeds)):
@@ -293,14 +348,16 @@ def _cache_error(call: Call) -> Wrong | None:
 
 def error(call: Call, plan: str) -> Exception | None:
     """The TypeError or ValueError that a call deserves, naming the argument, what it must be and what it is; None for a valid call."""
+    wrong_type = type_error(call, plan)
+    if wrong_type is not None:
+        return wrong_type
     found = _weights_error(call) or _slots_error(call)
     if found is not None:
         return found.error()
     found = (
         _number("bias_scale", call.bias_scale, positive=False)
         or (None if call.bias_soft_cap is None else _number("bias_soft_cap", call.bias_soft_cap, positive=True))
-        or _number("output_scale", call.output_scale, positive=False)
-        or (None if call.output_soft_cap is None else _number("output_soft_cap", call.output_soft_cap, positive=True))
+        or output_error(call.output_scale, call.output_soft_cap)
         or _cache_error(call)
     )
     if found is not None:
@@ -315,7 +372,7 @@ def error(call: Call, plan: str) -> Exception | None:
     return None
 
 
-def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_size: object, draft_to_target: object) -> Exception | None:
+def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_size: Any, draft_to_target: object) -> Exception | None:
     """The TypeError or ValueError that a call of `markov_noise` deserves, or None."""
     if not isinstance(seeds, Tensor):
         return TypeError(f"seeds must be a torch.Tensor, got {type(seeds).__name__}")
@@ -333,10 +390,9 @@ def noise_error(seeds: object, sample_pos: object, idx_mapping: object, vocab_si
         found = _size("idx_mapping", idx_mapping, 1, "[R, K]", sample_pos.shape[1], "K of sample_pos")
     if found is not None:
         return found.error()
-    if not isinstance(vocab_size, (int, torch.SymInt)) or isinstance(vocab_size, bool):
-        return TypeError(f"vocab_size must be an int, got {type(vocab_size).__name__}")
-    if _below(vocab_size, 1):
-        return ValueError(f"vocab_size must be at least 1, got {_shown(vocab_size)}")
+    found = size_error("vocab_size", vocab_size, 1)
+    if found is not None:
+        return found.error()
     if draft_to_target is not None:
         found = _tensor("draft_to_target", draft_to_target, device, (torch.int64,), "[V]", (1,))
         if found is None and isinstance(draft_to_target, Tensor):

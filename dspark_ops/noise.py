@@ -12,6 +12,8 @@ import struct
 import torch
 from torch import Tensor
 
+from .guards import flag_error
+
 # Proposal and verification of one position must not share noise: verification hashes the position without this salt.
 DRAFT_SALT = 1 << 30
 
@@ -148,6 +150,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor, *, step: T
             raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
     if not isinstance(step, (int, torch.SymInt, Tensor)) or isinstance(step, bool):
         raise TypeError(f"step must be an int or an int tensor, got {type(step).__name__}")
+    wrong_type = flag_error(use_fp64)
+    if wrong_type is not None:
+        raise wrong_type
     for name, ids in (("positions", positions), ("step", step)):
         if isinstance(ids, Tensor) and not _broadcasts(ids.shape, seeds.shape):
             raise ValueError(f"{name} must broadcast with seeds, {tuple(seeds.shape)}, got shape {tuple(ids.shape)}")

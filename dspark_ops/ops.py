@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -105,6 +105,7 @@ def launch_steps(call: Call, best_key: Tensor, best_token: Tensor, keys: Tensor 
     programs = tiles.programs(vocab_size)
     pointers, strides = optional_pointers(call), optional_strides(call)
     now = guards.runs_now(base)  # then without the wrapper for tracers, which costs a millisecond a launch
+    # A batch whose size is known at run time only may be empty: Triton's launchers and Inductor's skip a grid of zero.
     with _device_of(base):
         for step in range(num_steps):
             (step_kernel if now else wrap_triton(step_kernel))[(-(-num_requests // tiles.block_r), programs)](
@@ -319,7 +320,10 @@ def _inductor_at_work() -> Any:
 
 def sample(call: Call, plan: str) -> Tensor:
     """The body of the op: checks, the plan, and kernels or the reference."""
-    if guards.error(call, plan) is not None:
+    error = guards.error(call, plan)
+    if error is not None:
+        if guards.runs_now(call.base_logits):
+            raise error
         return torch.ops.dspark.refuse(*call, plan)
     chosen, reason = guards.choose(call, plan)
     if reason is not None and guards.runs_now(call.base_logits):
@@ -480,6 +484,19 @@ def _define_refusal(name: str, op: Callable[..., Tensor], error_of: Callable[...
     torch.fx.node.has_side_effect(getattr(torch.ops.dspark, name).default)
 
 
+def _refuse_type(like: Tensor, shape: Sequence[int], dtype: torch.dtype, text: str) -> Tensor:
+    """What a graph holds in place of a call with an option of a type that its schema would not keep; the others say what the result is."""
+    raise TypeError(text)
+
+
+def _fake_refuse_type(like: Tensor, shape: Sequence[int], dtype: torch.dtype, text: str) -> Tensor:
+    return like.new_empty(shape, dtype=dtype)
+
+
+_library.define("refuse_type" + torch.library.infer_schema(_refuse_type, mutates_args=()))
+_library.impl("refuse_type", _refuse_type, "CompositeExplicitAutograd")
+torch.library.register_fake("dspark::refuse_type", _fake_refuse_type, lib=_library)
+torch.fx.node.has_side_effect(torch.ops.dspark.refuse_type.default)
 torch.library.register_fake("dspark::markov_sample_sequential", _fake_sample)
 torch.library.register_fake("dspark::markov_noise", _fake_noise)
 _library.define("linear_beside_noise" + torch.library.infer_schema(_linear_beside_noise, mutates_args=()))

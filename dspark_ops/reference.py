@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.nn.functional import pad
 
 from .guards import Call, nothing_to_draft, runs_now
 from .noise import MIN_TEMPERATURE, block_log_argument, target_ids
@@ -114,10 +116,10 @@ def _winner(keys: Tensor, token_ids: Tensor | None) -> Tensor:
 def _slots(call: Call, num_slots: int) -> tuple[Tensor, Tensor]:
     """Slot [R, K] of each row and step, forced into range, and whether it was there: whether the row is live."""
     assert call.idx_mapping is not None
-    num_requests, num_steps, _ = call.base_logits.shape
+    num_steps = call.base_logits.shape[1]
     given = call.idx_mapping if call.idx_mapping.dim() == 2 else call.idx_mapping[:, None]
     slots = given.clamp(0, num_slots - 1)
-    return slots.expand(num_requests, num_steps), (slots == given).expand(num_requests, num_steps)
+    return slots.expand(-1, num_steps), (slots == given).expand(-1, num_steps)
 
 
 def _divisor_and_negated_noise(call: Call, slots: Tensor, live: Tensor, token_ids: Tensor | None, noise_of: NoiseOf) -> tuple[Tensor, Tensor]:
@@ -139,7 +141,10 @@ def write_cache(call: Call, num_slots: int, token_ids: Tensor | None, logits: Te
     what its place holds is written back.
     """
     cache = call.draft_logits
-    assert cache is not None
+    assert cache is not None and call.idx_mapping is not None
+    if not guard_or_false(logits.shape[0] > 0):  # a batch that may be empty when the graph runs gets an inert row, to have a first one
+        logits = pad(logits, (0, 0, 0, 0, 0, 1))
+        call = call._replace(idx_mapping=pad(call.idx_mapping, (0, 0) * (call.idx_mapping.dim() - 1) + (0, 1), value=-1))
     slots, live = _slots(call, num_slots)
     rows, written = slots, live
     if call.cache_rows is not None:

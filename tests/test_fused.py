@@ -59,6 +59,45 @@ def test_noise_serves_one_block(device: str) -> None:
     assert torch.equal(fused.run(**second).cpu(), expected)
 
 
+@every_device
+def test_noise_that_met_no_block_is_forgotten(device: str) -> None:
+    """By a block that is too large for noise ahead, and by a fork that was refused."""
+    fused = FusedMarkov(700, 16, 22, device)
+    _fork(fused, to(device, case(rows=21)))
+    args = to(device, case(rows=21, steps=4))
+    assert fused.noise_rows(21, 4) == 0
+    _fork(fused, args)
+    assert torch.equal(fused.run(**args).cpu(), oracle(args)[0])
+    _fork(fused, args | {name: args[name][:2] for name in ("sample_pos", "idx_mapping")})
+    with pytest.raises(TypeError, match=r"^seeds must be"):
+        fused.fork_noise(args["seeds"].int(), args["sample_pos"], args["idx_mapping"])
+    assert torch.equal(fused.run(**args).cpu(), oracle(args)[0])
+
+
+@every_device
+@pytest.mark.parametrize("inference", [False, True])
+def test_noise_of_arguments_that_were_written_since_is_refused(device: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        args = to(device, case())
+        fused = FusedMarkov(700, 16, 5, device)
+        for name in ("seeds", "sample_pos", "idx_mapping"):
+            _fork(fused, args)
+            if not inference:  # where writes are not counted
+                args[name][:1] += 1
+                with pytest.raises(ValueError, match=rf"^{name} must be .* got one that was written since"):
+                    fused.run(**args)
+            assert torch.equal(fused.run(**args).cpu(), oracle(args)[0]), "by its own noise"
+
+
+def test_another_device_is_refused() -> None:
+    fused = FusedMarkov(700, 16, 5, "cpu")
+    args = to("meta", case())
+    with pytest.raises(ValueError, match=r"^seeds must be on the device of this FusedMarkov, cpu, got meta"):
+        _fork(fused, args)
+    with pytest.raises(ValueError, match=r"^base_logits must be on the device of this FusedMarkov, cpu, got meta"):
+        fused.run(**args)
+
+
 def test_noise_rows() -> None:
     fused = FusedMarkov(8, 16, 64, "cpu")
     assert fused.noise_rows(9, 7) == 63 and fused.noise_rows(64, 1) == NOISE_ROWS and fused.noise_rows(5, 13) == 0
@@ -91,6 +130,8 @@ def test_one_object_a_speculator() -> None:
 def test_wrong_arguments_name_themselves() -> None:
     with pytest.raises(ValueError, match=r"^max_rows must be at least 1, got 0"):
         FusedMarkov(8, 16, 0, "cpu")
+    with pytest.raises(TypeError, match=r"^use_fp64 must be a bool, got int"):
+        FusedMarkov(8, 16, 4, "cpu", 1)  # type: ignore[arg-type]  # what is tested
     fused = FusedMarkov(700, 16, 4, "cpu")
     with pytest.raises(ValueError, match=r"requests in base_logits must fit this FusedMarkov .* got 5"):
         fused.run(**case())

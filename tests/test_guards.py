@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import HALF, Arguments, case, needs_compiler
+from cases import HALF, Arguments, case, needs_compiler, oracle
 
 import dspark_ops
 from dspark_ops import guards
@@ -21,6 +21,10 @@ pytestmark = needs_compiler
 
 def _i8(t: torch.Tensor) -> torch.Tensor:
     return (8 * t.float()).to(torch.int8)
+
+
+def _strided(args: Arguments, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    return torch.zeros(20_000, dtype=args["draft_logits"].dtype).as_strided(shape, strides)
 
 
 # Name of the argument in the message, its error, and the change that makes a valid call wrong.
@@ -62,6 +66,10 @@ WRONG: list[tuple[str, type[Exception], Any]] = [
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][..., :690]}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:6]}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:1].expand(7, 3, 700)}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (700, 350, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (700, 700, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (1400, 700, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 700), (1, 7, 20))}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(7, dtype=torch.int32), "draft_logits": None}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(6, dtype=torch.int32)}),
     ("cache_rows", TypeError, lambda a: {"cache_rows": torch.zeros(7)}),
@@ -86,8 +94,26 @@ WRONG_TYPE: list[tuple[str, type[Exception], Any]] = [
     ("base_logits", TypeError, lambda a: {"base_logits": a["base_logits"].float().numpy()}),
     ("anchor_ids", TypeError, lambda a: {"anchor_ids": [1, 2, 3, 4, 5]}),
     ("temperature", TypeError, lambda a: {"temperature": 0.8}),
-    ("vocab_size", TypeError, lambda a: {"vocab_size": 600.0}),
-    ("bias_scale", TypeError, lambda a: {"bias_scale": "2"}),
+    ("draft_to_target", TypeError, lambda a: {"draft_to_target": [0] * 700}),
+]
+# Options of a wrong type: a schema would convert some of them.
+WRONG_OPTIONS: list[tuple[str, type[Exception], Any]] = [
+    (name, TypeError, lambda a, name=name, x=x: {name: x})
+    for name, x in [
+        ("vocab_size", 600.0),
+        ("vocab_size", True),
+        ("vocab_size", torch.tensor(600)),
+        ("bias_scale", "2"),
+        ("bias_scale", True),
+        ("bias_soft_cap", torch.tensor(30.0)),
+        ("output_scale", None),
+        ("output_soft_cap", False),
+        ("use_fp64", 1),
+        ("use_fp64", "yes"),
+        ("use_fp64", None),
+        ("plan", None),
+        ("plan", 3),
+    ]
 ]
 
 
@@ -103,7 +129,7 @@ def _raises(function: Any, args: Arguments, name: str, error: type[Exception]) -
     return message
 
 
-@pytest.mark.parametrize(("name", "error", "change"), [*WRONG, *WRONG_TYPE])
+@pytest.mark.parametrize(("name", "error", "change"), [*WRONG, *WRONG_TYPE, *WRONG_OPTIONS])
 def test_wrong_arguments_name_themselves(name: str, error: type[Exception], change: Any) -> None:
     args = case()
     args |= change(args)
@@ -135,6 +161,50 @@ def test_compiled_code_raises_the_same(dynamic: bool | None) -> None:
             assert _raises(compiled, args, name, error) == message
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_options_of_a_wrong_type_are_refused_by_every_road(dynamic: bool | None) -> None:
+    for name, error, change in WRONG_OPTIONS:
+        args = case()
+        args |= change(args)
+        message = _raises(dspark_ops.markov_sample_sequential, args, name, error)
+        with torch.profiler.profile():  # which keeps the call from going past the dispatcher
+            assert _raises(dspark_ops.markov_sample_sequential, args, name, error) == message
+        torch._dynamo.reset()
+        compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        assert _raises(compiled, args, name, error) == message
+
+
+@pytest.mark.parametrize("name", ["bias_scale", "bias_soft_cap"])
+def test_numbers_that_vary_and_those_of_numpy_are_numbers(name: str) -> None:
+    torch._dynamo.reset()
+    args = case()
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number in (2, 3, 0.5, 0.25):
+        changed = {**args, name: number}
+        assert torch.equal(compiled(**changed), oracle(changed)[0]), number
+    numpy = pytest.importorskip("numpy")
+    changed = {**args, name: numpy.float64(0.5)}
+    assert torch.equal(dspark_ops.markov_sample_sequential(**changed), oracle({**args, name: 0.5})[0])
+    with pytest.raises(TypeError, match=rf"^{name} must be a number, got float32"):
+        dspark_ops.markov_sample_sequential(**{**args, name: numpy.float32(0.5)})
+
+
+def test_a_cache_may_have_any_strides_that_keep_its_elements_apart() -> None:
+    args = case(slots=7)
+    dtype = args["draft_logits"].dtype
+    wide = torch.zeros(9, 5, 800, dtype=dtype)
+    caches = [wide[1:8, 1:4, 50:750], wide[1:8, ::2, :700], torch.zeros(3, 7, 700, dtype=dtype).transpose(0, 1)]
+    caches += [torch.zeros(700, 3, 7, dtype=dtype).permute(2, 1, 0), wide[2:9, :4, :701]]
+    for cache in caches:
+        assert guards.error(Call(**{**args, "draft_logits": cache}), "auto") is None, cache.stride()
+    odd = {**case(rows=1, steps=1, slots=1), "draft_logits": wide.as_strided((1, 1, 700), (0, 3, 1))}
+    assert guards.error(Call(**odd), "auto") is None, "the stride of a single element is never used"
+    torch._dynamo.reset()
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="aot_eager")
+    for cache in caches[:3]:
+        compiled(**{**args, "draft_logits": cache})
+
+
 def test_noise_names_its_wrong_arguments() -> None:
     seeds, positions, slots = torch.arange(4), torch.ones(2, 3, dtype=torch.int64), torch.tensor([0, 1])
     for name, error, call in [
@@ -152,6 +222,12 @@ def test_noise_names_its_wrong_arguments() -> None:
             assert str(compiled.value) == str(eager.value)
     with pytest.raises(TypeError, match=r"^vocab_size must be an int"):
         dspark_ops.markov_noise(seeds, positions, slots, 5.5)  # type: ignore[arg-type]  # what is tested
+    for use_fp64 in (1, "yes", None):
+        for function in (dspark_ops.markov_noise, torch.compile(dspark_ops.markov_noise, fullgraph=True, backend="aot_eager")):
+            with pytest.raises(TypeError, match=r"^use_fp64 must be a bool, got"):
+                function(seeds, positions, slots, 5, use_fp64=use_fp64)
+        with pytest.raises(TypeError, match=r"^use_fp64 must be a bool, got"):
+            dspark_ops.gumbel_noise(seeds, seeds, torch.arange(5), step=0, use_fp64=use_fp64)  # type: ignore[arg-type]  # what is tested
     with pytest.raises(TypeError, match=r"^seeds must be int64"):
         dspark_ops.gumbel_noise(seeds.int(), positions[0, :1], torch.arange(5), step=0)
     with pytest.raises(TypeError, match=r"^positions must"):

@@ -86,7 +86,7 @@ def _batch(rows: int, device: str = "cpu") -> Arguments:
 @every_device
 @pytest.mark.parametrize(
     ("mark", "batches", "graphs"),
-    [("", (1, 2, 7, 16, 64, 33), 2), ("dynamic", (2, 1, 7, 16, 64, 33), 2), ("dynamic", (33, 64, 2, 8, 1), 2), ("unbacked", (3, 1, 64, 2), 1)],
+    [("", (1, 2, 7, 16, 64, 33), 2), ("dynamic", (2, 1, 7, 16, 64, 33), 2), ("dynamic", (33, 64, 2, 8, 1), 2), ("unbacked", (3, 0, 1, 64), 1)],
 )
 def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[int, ...], graphs: int) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -129,6 +129,21 @@ def test_everything_symbolic_gives_the_same() -> None:
     for rows, steps, vocab, rank in ((3, 2, 97, 16), (4, 3, 111, 32)):
         args = case(rows=rows, steps=steps, vocab=vocab, rank=rank)
         assert torch.equal(compiled(**{**args, "draft_logits": args["draft_logits"].clone()}), oracle(args)[0])
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_padded_vocabulary_may_vary(dynamic: bool | None) -> None:
+    """From its second value on the number is symbolic."""
+    for function in (dspark_ops.markov_sample_sequential, torch.ops.dspark.markov_sample_sequential):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda f=function, **args: f(**args), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for vocab_size in (90, 91, 95):
+            args = {**case(rows=3, steps=2, vocab=97), "vocab_size": vocab_size}
+            expected, expected_cache = oracle(args)
+            assert torch.equal(compiled(**args), expected), vocab_size
+            assert same_bits(args["draft_logits"], expected_cache), vocab_size
+        with pytest.raises(ValueError, match=r"^vocab_size must be from 1 to V of base_logits \(97\), got 98"):
+            compiled(**{**args, "vocab_size": 98})
 
 
 def test_metadata_and_flags_are_guards() -> None:

@@ -178,6 +178,15 @@ def test_new_draft_logits_names_its_wrong_arguments() -> None:
         dspark_ops.new_draft_logits(1, 1, 1, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"^num_slots must be at least 0, got -1"):
         dspark_ops.new_draft_logits(-1, 1, 1, dtype=torch.float32)
+    for sizes in ((2.0, 1, 1), (True, 1, 1), ("2", 1, 1), (None, 1, 1)):
+        with pytest.raises(TypeError, match=r"^num_slots must be an int, got "):
+            dspark_ops.new_draft_logits(*sizes, dtype=torch.float32)  # type: ignore[arg-type]  # what is tested
+    for options in ({"output_scale": "2"}, {"output_scale": None}, {"output_soft_cap": True}):
+        with pytest.raises(TypeError, match=rf"^{next(iter(options))} must be a number, got "):
+            dspark_ops.new_draft_logits(1, 1, 1, dtype=torch.float32, **options)
+    for options in ({"output_scale": float("nan")}, {"output_soft_cap": 0.0}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(options))} must be a finite number"):
+            dspark_ops.new_draft_logits(1, 1, 1, dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", id="interpreted", marks=needs_interpreter), pytest.param("cuda", id="gpu", marks=gpu)])
