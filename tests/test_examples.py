@@ -280,6 +280,7 @@ print("status with a graph break", example.main(rows))
 """
 
 
+@pytest.mark.slow
 def test_more_compilations_and_graph_breaks_are_counted_and_end_with_status_1(tmp_path: Path) -> None:
     done = python(tmp_path, "-c", PLANTED_IN_THE_COMPILER, str(SCRIPT))
     assert done.returncode == 0, done.stderr

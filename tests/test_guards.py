@@ -174,12 +174,13 @@ def test_options_of_a_wrong_type_are_refused_by_every_road(dynamic: bool | None)
         assert _raises(compiled, args, name, error) == message
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bias_scale", "bias_soft_cap"])
-def test_numbers_that_vary_and_those_of_numpy_are_numbers(name: str) -> None:
+def test_numbers_that_vary_and_those_of_numpy_are_numbers(name: str, backend: str) -> None:
     torch._dynamo.reset()
-    args = case()
-    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="aot_eager")
-    for number in (2, 3, 0.5, 0.25):
+    args = case(rows=2, steps=1, vocab=97)
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend=backend)
+    for number in (2, 0.5, 0.25):
         changed = {**args, name: number}
         assert torch.equal(compiled(**changed), oracle(changed)[0]), number
     numpy = pytest.importorskip("numpy")
@@ -200,7 +201,7 @@ def test_a_cache_may_have_any_strides_that_keep_its_elements_apart() -> None:
     odd = {**case(rows=1, steps=1, slots=1), "draft_logits": wide.as_strided((1, 1, 700), (0, 3, 1))}
     assert guards.error(Call(**odd), "auto") is None, "the stride of a single element is never used"
     torch._dynamo.reset()
-    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="eager")
     for cache in caches[:3]:
         compiled(**{**args, "draft_logits": cache})
 

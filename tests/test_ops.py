@@ -44,8 +44,11 @@ def _layouts(args: Arguments) -> list[Arguments]:
     return [{}, {"base_logits": base.transpose(0, 1).contiguous().transpose(0, 1), "draft_logits": wide[:, :, : base.shape[2]]}]
 
 
+SLOW_DTYPES = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)]
+
+
 @every_device
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *SLOW_DTYPES])
 def test_opcheck(device: str, dtype: torch.dtype) -> None:
     args = to(device, case(rows=3, steps=2, vocab=97, slots=7, logits=dtype, weights=dtype))
     plans = ["auto"] if device == "cpu" else ["step", "reference"]
@@ -57,6 +60,7 @@ def test_opcheck(device: str, dtype: torch.dtype) -> None:
 
 
 @every_device
+@pytest.mark.slow
 def test_opcheck_of_options_and_zero_sizes(device: str) -> None:
     op = torch.ops.dspark.markov_sample_sequential.default
     plain = case(rows=3, steps=2, vocab=97, slots=7)
@@ -124,6 +128,7 @@ def test_inductor_compiles_the_write_of_the_cache_for_every_batch() -> None:
         assert same_bits(cache, expected)
 
 
+@pytest.mark.slow
 def test_everything_symbolic_gives_the_same() -> None:
     compiled = torch.compile(dspark_ops.markov_sample_sequential, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows, steps, vocab, rank in ((3, 2, 97, 16), (4, 3, 111, 32)):
@@ -131,7 +136,7 @@ def test_everything_symbolic_gives_the_same() -> None:
         assert torch.equal(compiled(**{**args, "draft_logits": args["draft_logits"].clone()}), oracle(args)[0])
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_padded_vocabulary_may_vary(dynamic: bool | None) -> None:
     """From its second value on the number is symbolic."""
     for function in (dspark_ops.markov_sample_sequential, torch.ops.dspark.markov_sample_sequential):
@@ -169,8 +174,9 @@ def test_metadata_and_flags_are_guards() -> None:
         assert counter.frame_count == graphs
 
 
-@every_device
-@pytest.mark.parametrize("plan", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("device", "plan"), [("cpu", "auto"), pytest.param("cuda", "auto", marks=gpu), pytest.param("cuda", "reference", marks=gpu)]
+)
 def test_generated_code_neither_clones_nor_copies_the_cache(device: str, plan: str, caplog: pytest.LogCaptureFixture) -> None:
     args = to(device, case(rows=3, steps=2, vocab=513, slots=29))
     expected, expected_cache = oracle(args)

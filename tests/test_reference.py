@@ -142,7 +142,7 @@ def test_compiled_fallback_keeps_its_roundings_at_a_real_vocabulary(path: Path) 
 
 
 @pytest.mark.parametrize("path", [pytest.param(*COMPILED.values, id="compiled", marks=COMPILED.marks), GPU_COMPILED])
-@pytest.mark.parametrize("weights", [HALF, torch.float32])
+@pytest.mark.parametrize("weights", [HALF, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_what_the_graph_computed_before_is_rounded_too(path: Path, weights: torch.dtype) -> None:
     """Logits and weights that come from 16-bit operations in the same graph, which a compiler would fuse with the sampling."""
 
