@@ -17,20 +17,23 @@ _NO_TOKEN = torch.iinfo(torch.int64).max
 
 
 @torch.no_grad()
-def sample(call: Call, *, exact_products: bool = False, parts: Parts | None = None) -> Tensor:
+def sample(
+    call: Call, *, exact_products: bool = False, parts: Parts | None = None, projected: Callable[[int, Tensor], Tensor] | None = None
+) -> Tensor:
     """Samples the block of a valid call, [R, K] int64, and writes its `draft_logits`.
 
     With `exact_products` the bias is summed in FP64 (the oracle), otherwise by the library in the weights' dtype, with FP32 accumulation.
-    `parts` replaces those parts that need many operations.
+    `parts` replaces those parts that need many operations. `projected` makes of a step and the embeddings [R, rank] of the tokens before what
+    `markov_w2` projects, in their dtype, where that is not the embeddings themselves.
     """
     device_type = call.base_logits.device.type
     if torch.is_autocast_enabled(device_type):  # it would cast the products
         with torch.autocast(device_type, enabled=False):
-            return _sample(call, exact_products, parts or TORCH)
-    return _sample(call, exact_products, parts or TORCH)
+            return _sample(call, exact_products, parts or TORCH, projected)
+    return _sample(call, exact_products, parts or TORCH, projected)
 
 
-def _sample(call: Call, exact_products: bool, parts: Parts) -> Tensor:
+def _sample(call: Call, exact_products: bool, parts: Parts, projected: Callable[[int, Tensor], Tensor] | None) -> Tensor:
     rounded = _as_is if runs_now(call.base_logits) else _rounded
     base = rounded(call.base_logits[..., : call.num_columns])
     num_requests, num_steps, vocab = base.shape
@@ -58,6 +61,8 @@ def _sample(call: Call, exact_products: bool, parts: Parts) -> Tensor:
     for step, base_logits in enumerate(base.unbind(1)):
         if step > 0:
             embedding = w1.index_select(0, tokens[-1])
+        if projected is not None:
+            embedding = projected(step, embedding)
         bias = torch.mm(rounded(embedding).to(w2.dtype), w2_t)
         if w2.dtype == torch.float64:
             bias = bias.float().to(base.dtype)  # by way of FP32, which is what an accumulator holds
