@@ -57,6 +57,7 @@ def test_an_unknown_inductor_is_left_as_it_is_with_a_warning(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@torch._inductor.config.patch(force_disable_caches=True)  # a graph from a cache is not traced
 def test_only_inductor_is_asked_to_keep_layouts(backend: str) -> None:
     seen = []
 
