@@ -79,6 +79,7 @@ def test_a_copy_of_the_cache_is_reported() -> None:
     assert report.copies is not None and len(report.copies) == 1 and report.copies[0].endswith(str(CACHE))
 
 
+@pytest.mark.slow
 def test_sizes_that_are_symbols_are_known_by_their_values() -> None:
     def twice(**kwargs: Any) -> tuple[Tensor, Tensor]:
         return dspark_ops.markov_sample_sequential(**kwargs), 2 * kwargs["base_logits"]

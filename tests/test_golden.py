@@ -57,8 +57,9 @@ def test_golden(file: FilePath, path: Path) -> None:
     _check(path({**args, "noise": noise}), tokens, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [COMPILED])
-@pytest.mark.parametrize("name", ["mixed_temperatures", pytest.param("one_request", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mixed_temperatures", "one_request"])
 def test_golden_compiled(path: Path, name: str) -> None:
     args, tokens, cache = _load(FilePath(__file__).parent / "golden" / f"{name}.safetensors")
     _check(path(args), tokens, cache)

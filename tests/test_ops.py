@@ -90,7 +90,12 @@ def _batch(rows: int, device: str = "cpu") -> Arguments:
 @every_device
 @pytest.mark.parametrize(
     ("mark", "batches", "graphs"),
-    [("", (1, 2, 7, 16, 64, 33), 2), ("dynamic", (2, 1, 7, 16, 64, 33), 2), ("dynamic", (33, 64, 2, 8, 1), 2), ("unbacked", (3, 0, 1, 64), 1)],
+    [
+        ("", (1, 2, 7, 16, 64, 33), 2),
+        ("dynamic", (2, 1, 7, 16, 64, 33), 2),
+        pytest.param("dynamic", (33, 64, 2, 8, 1), 2, marks=pytest.mark.slow),
+        ("unbacked", (3, 0, 1, 64), 1),
+    ],
 )
 def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[int, ...], graphs: int) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -136,7 +141,8 @@ def test_everything_symbolic_gives_the_same() -> None:
         assert torch.equal(compiled(**{**args, "draft_logits": args["draft_logits"].clone()}), oracle(args)[0])
 
 
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [None, True])
 def test_a_padded_vocabulary_may_vary(dynamic: bool | None) -> None:
     """From its second value on the number is symbolic."""
     for function in (dspark_ops.markov_sample_sequential, torch.ops.dspark.markov_sample_sequential):
