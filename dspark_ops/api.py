@@ -60,7 +60,7 @@ def markov_sample_sequential(
         idx_mapping: [R] or [R, K] int32 or int64; the row's slot. One outside [0, S) marks the row inert: nothing is written for it and it is
             sampled greedily. Two live rows must not share a slot. Needed with `temperature` and with `draft_logits`.
         draft_logits: [S, >= K, >= V_target], dtype of `base_logits` (fp32 with an output transform); written: the logits sampled from, by
-            slot, step and target id. `new_draft_logits` makes one.
+            slot, step and target id. `new_draft_logits` makes one. It must not share memory with another argument, which is not checked.
         cache_rows: [S] int32 or int64; row of `draft_logits` for a slot, where the cache is compacted; then its first size is free, and a slot
             without a row (one outside it) is not written.
         noise: [R, K, V] from `markov_noise`, computed ahead; the result is the same. Not Gumbel noise itself, which rounds differently.

@@ -33,7 +33,7 @@ class FusedMarkov:
     The scratch is allocated here, for the largest batch, and never again, so the addresses in a captured graph stay valid as long as the object
     lives. Compiled code calls `markov_sample_sequential`, whose scratch the compiler plans. One object serves one stream at a time, and its
     noise one block: that of another block, or of arguments written since, is refused. Writes that torch does not count are not noticed: those
-    of raw kernels, of replayed graphs and to inference tensors.
+    of raw kernels and of replayed graphs, through `.data` or numpy, and to inference tensors.
 
     Args:
         vocab: draft vocabulary V.
@@ -96,7 +96,10 @@ class FusedMarkov:
         >>> FusedMarkov.of(speculator, 8, 16, 4, "cpu") is FusedMarkov.of(speculator, 8, 16, 2, "cpu")
         True
         """
-        samplers = _samplers.setdefault(owner, {})
+        # By identity: owners that compare equal are two speculators, and must share neither scratch nor noise.
+        if id(owner) not in _samplers:
+            weakref.finalize(owner, _samplers.pop, id(owner), None)
+        samplers = _samplers.setdefault(id(owner), {})
         key = (_device(device), vocab, rank, use_fp64)
         if key not in samplers or samplers[key].max_rows < max_rows:
             samplers[key] = cls(vocab, rank, max_rows, device, use_fp64)
@@ -205,4 +208,4 @@ class FusedMarkov:
         return torch.ops.dspark.markov_sample_sequential(*call, chosen)
 
 
-_samplers: weakref.WeakKeyDictionary[object, dict[tuple[torch.device, int, int, bool], FusedMarkov]] = weakref.WeakKeyDictionary()
+_samplers: dict[int, dict[tuple[torch.device, int, int, bool], FusedMarkov]] = {}  # by the id of a living owner

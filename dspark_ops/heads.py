@@ -96,12 +96,17 @@ class MarkovHead(nn.Module):
         if self.kind == "vanilla":
             return embedding, None
         assert hidden is not None
+        rounded = reference.rounding(embedding)  # the result of each operation, which Inductor would keep in FP32
+        hidden = rounded(hidden)
         if self.kind == "gated":
-            return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1))) * embedding, None
+            gate = rounded(torch.sigmoid(rounded(self.gate_proj(torch.cat([hidden, embedding], dim=-1)))))
+            return rounded(gate * embedding), None
         state = torch.zeros_like(embedding) if state is None else state
-        gate, candidate, output = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1)).chunk(3, dim=-1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        joint = rounded(self.joint_proj(torch.cat([state, embedding, hidden], dim=-1)))
+        gate, candidate, output = joint.chunk(3, dim=-1)
+        gate = rounded(torch.sigmoid(gate))
+        new = rounded(rounded(1 - gate) * rounded(torch.tanh(candidate)))
+        return rounded(torch.tanh(output)), rounded(rounded(gate * state) + new)
 
     def bias(self, previous: Tensor, hidden: Tensor | None = None, state: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The bias of one step, and the state of an rnn head after it, None of the others.
@@ -156,10 +161,11 @@ class MarkovHead(nn.Module):
         w1, w2 = self.markov_w1.weight, self.markov_w2.weight
         plan = options.pop("plan", "auto")
         call = Call(base_logits, anchor_ids, w1, w2, **options)
-        if self.kind == "vanilla" or guards.error(call, "auto") is not None:  # the function raises it, in compiled code as in eager
+        wrong = guards.error(call, "auto" if plan in ("block", "step") else plan)
+        if self.kind == "vanilla" or wrong is not None:  # the function raises it, in compiled code as in eager
             return markov_sample_sequential(base_logits, anchor_ids, w1, w2, plan=plan, **options)
         hidden = _check_hidden("hidden_states", hidden_states, tuple(base_logits.shape[:2]), self.hidden_size, w1.dtype)
-        reason = f"the Markov head is a {self.kind} one"
+        reason = f"the Markov head is {'an rnn' if self.kind == 'rnn' else 'a gated'} one"
         if plan not in ("auto", "reference"):
             raise ValueError(f"plan={plan!r} cannot serve this call: {reason}; use plan='auto'")
         (guards.note if torch.compiler.is_compiling() else guards.note_once)("reference", reason)
@@ -175,14 +181,20 @@ class MarkovHead(nn.Module):
     def embeddings_before(self, anchor_ids: Tensor, tokens: Tensor) -> Tensor:
         """Rows of `markov_w1` of the tokens before each token of a block, [R, K, rank]: of the anchor, then of the tokens drawn.
 
-        Args: anchor_ids [R] and tokens [R, K], target ids; an id outside the vocabulary has a row of zeros, as in sampling.
+        Args: anchor_ids [R] and tokens [R, K] int32 or int64, target ids; one outside the vocabulary has a row of zeros, as in sampling.
+        Raises: TypeError, ValueError: a dtype or shape is wrong.
 
         >>> import torch
         >>> from dspark_ops.heads import MarkovHead
         >>> MarkovHead(5, 16).embeddings_before(torch.tensor([0]), torch.tensor([[1, 2, 3]])).shape
         torch.Size([1, 3, 16])
         """
-        before = torch.cat([anchor_ids[:, None].to(tokens.dtype), tokens[:, :-1]], dim=1)
+        for name, ids in (("anchor_ids", anchor_ids), ("tokens", tokens)):
+            if not isinstance(ids, Tensor) or ids.dtype not in guards.INTS:
+                raise TypeError(f"{name} must be an int32 or int64 tensor, got {ids.dtype if isinstance(ids, Tensor) else type(ids).__name__}")
+        if tokens.dim() != 2 or anchor_ids.shape != tokens.shape[:1]:
+            raise ValueError(f"anchor_ids must be [R] and tokens [R, K], got shapes {tuple(anchor_ids.shape)} and {tuple(tokens.shape)}")
+        before = torch.cat([anchor_ids[:, None].long(), tokens.long()], dim=1)[:, : tokens.shape[1]]
         inside = before.clamp(0, self.markov_w1.num_embeddings - 1)
         return torch.where((inside == before)[..., None], self.markov_w1(inside), 0.0)
 
@@ -230,6 +242,9 @@ class ConfidenceHead(nn.Module):
             TypeError, ValueError: one is missing or given in vain, or its dtype or shape is wrong.
         """
         dtype = self.proj.weight.dtype
+        if not isinstance(hidden_states, Tensor) or hidden_states.dim() != 3:
+            what = f"shape {tuple(hidden_states.shape)}" if isinstance(hidden_states, Tensor) else type(hidden_states).__name__
+            raise (ValueError if isinstance(hidden_states, Tensor) else TypeError)(f"hidden_states must be a tensor [R, K, d], got {what}")
         lead = tuple(hidden_states.shape[:-1])
         hidden_states = _check_hidden("hidden_states", hidden_states, lead, self.hidden_size, dtype)
         if self.rank is None:

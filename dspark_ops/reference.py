@@ -34,7 +34,7 @@ def sample(
 
 
 def _sample(call: Call, exact_products: bool, parts: Parts, projected: Callable[[int, Tensor], Tensor] | None) -> Tensor:
-    rounded = _as_is if runs_now(call.base_logits) else _rounded
+    rounded = rounding(call.base_logits)
     base = rounded(call.base_logits[..., : call.num_columns])
     num_requests, num_steps, vocab = base.shape
     if nothing_to_draft(base):
@@ -75,6 +75,11 @@ def _sample(call: Call, exact_products: bool, parts: Parts, projected: Callable[
     if has_slots and call.draft_logits is not None and call.draft_logits.shape[0] > 0:
         parts.write_cache(call, sizes[0], token_ids, torch.stack(sampled_from, dim=1))
     return torch.stack(tokens, dim=1)
+
+
+def rounding(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What a result of the dtype of 16 bits goes through where `x` is: nothing in eager code, which rounds it, `_rounded` in a graph."""
+    return _as_is if runs_now(x) else _rounded
 
 
 def _as_is(x: Tensor) -> Tensor:

@@ -190,3 +190,15 @@ def test_noise_of_other_requests_is_refused(device: str) -> None:
     assert fused.noise_rows(6, 3) == 0, "more requests than announced"
     with pytest.raises(TypeError, match=r"^max_rows must be an int"):
         FusedMarkov(700, 16, 2.5, device)  # type: ignore[arg-type]  # what is tested
+
+
+def test_owners_that_are_equal_have_samplers_of_their_own() -> None:
+    class Equal:
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = None  # type: ignore[assignment]  # nor need an owner have one
+
+    owners = Equal(), Equal()
+    first, second = (FusedMarkov.of(owner, 8, 16, 4, "cpu") for owner in owners)
+    assert first is not second and FusedMarkov.of(owners[0], 8, 16, 4, "cpu") is first

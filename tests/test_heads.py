@@ -104,17 +104,21 @@ def test_a_vanilla_head_is_the_function() -> None:
 @needs_compiler
 @every_kind
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_block_is_the_eager_one(kind: str, backend: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_compiled_block_is_the_eager_one(kind: str, backend: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    head, (base, anchors, hidden) = _head(kind), _inputs()
+    head, (base, anchors, hidden) = _head(kind, dtype), _inputs(dtype)
     compiled = torch.compile(head.sample, fullgraph=True, backend=backend)
-    caches = [dspark_ops.new_draft_logits(5, STEPS, VOCAB, dtype=torch.float32) for _ in range(2)]
+    caches = [dspark_ops.new_draft_logits(5, STEPS, VOCAB, dtype=dtype) for _ in range(2)]
     tokens, expected = (
         sample(base, anchors, hidden_states=hidden, draft_logits=cache, **_sampling())
         for sample, cache in zip((compiled, head.sample), caches, strict=True)
     )
     assert torch.equal(tokens, expected)
-    torch.testing.assert_close(*caches, rtol=0, atol=1e-5)  # Inductor's tanh and sigmoid are its own
+    if dtype == HALF:
+        assert torch.equal(*caches), "every operation is rounded as in eager code"
+    else:
+        torch.testing.assert_close(*caches, rtol=0, atol=1e-5)  # Inductor's tanh and sigmoid are its own
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
@@ -124,8 +128,9 @@ def test_the_reason_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO, logger="dspark_ops"):
         for _ in range(2):
             head.sample(base, anchors, hidden_states=hidden)
-    assert [f"the Markov head is a {kind} one" in each.getMessage() for each in caplog.records] == [True]
-    with pytest.raises(ValueError, match=rf"^plan='step' cannot serve this call: the Markov head is a {kind} one"):
+    one = {"gated": "a gated one", "rnn": "an rnn one"}[kind]
+    assert [f"the Markov head is {one}" in each.getMessage() for each in caplog.records] == [True]
+    with pytest.raises(ValueError, match=rf"^plan='step' cannot serve this call: the Markov head is {one}"):
         head.sample(base, anchors, hidden_states=hidden, plan="step")
 
 
@@ -137,6 +142,8 @@ def test_an_anchor_outside_the_vocabulary_has_an_embedding_of_zeros(kind: str) -
     rows = head.embeddings_before(anchors, tokens)
     assert not rows[1:3, 0].any() and torch.equal(rows[:, 1:], head.markov_w1.weight[tokens[:, :-1]])
     assert torch.equal(rows[[0, 3], 0], head.markov_w1.weight[anchors[[0, 3]]])
+    assert not head.embeddings_before(anchors.new_tensor([2**32 + 3]), torch.zeros(1, 1, dtype=torch.int32)).any(), "64 bits count"
+    assert head.embeddings_before(anchors, torch.zeros(ROWS, 0, dtype=torch.int64)).shape == (ROWS, 0, RANK)
 
 
 def test_heads_load_the_published_names() -> None:
@@ -190,6 +197,10 @@ def test_confidence_is_the_published_formula(rank: int | None) -> None:
         ),
         (ValueError, "anchor_ids must be", lambda: _head("gated").sample(_inputs()[0], torch.zeros(9, dtype=torch.int64))),
         (ValueError, r"hidden must have shape \(4, 12\)", lambda: _head("gated").bias(_inputs()[1], _inputs()[2][0])),
+        (ValueError, r"plan must be one of auto, block, step, reference, got 'xx'", lambda: _head("rnn").sample(*_inputs()[:2], plan="xx")),
+        (TypeError, "tokens must be an int32 or int64 tensor", lambda: _head("rnn").embeddings_before(_inputs()[1], _inputs()[0])),
+        (ValueError, "anchor_ids must be ", lambda: _head("rnn").embeddings_before(_inputs()[1][:2], torch.zeros(4, 3, dtype=torch.int64))),
+        (TypeError, r"hidden_states must be a tensor \[R, K, d\], got NoneType", lambda: ConfidenceHead(HIDDEN)(None)),
         (ValueError, "embeddings must be None", lambda: ConfidenceHead(HIDDEN)(_inputs()[2], _inputs()[2])),
         (TypeError, "embeddings must be a torch.Tensor", lambda: ConfidenceHead(HIDDEN, RANK)(_inputs()[2])),
     ],
