@@ -298,9 +298,7 @@ def new_draft_logits(
     if dtype not in guards.FLOATS:
         raise TypeError(f"dtype must be {' or '.join(str(d) for d in guards.FLOATS)}, got {dtype}")
     for name, size in (("num_slots", num_slots), ("num_steps", num_steps), ("target_vocab_size", target_vocab_size)):
-        error = guards.size_error(name, size, 0)
-        if error is not None:
-            raise error.error()
+        guards.check_size(name, size, 0)
     error = guards.output_error(output_scale, output_soft_cap)
     if error is not None:
         raise error.error()

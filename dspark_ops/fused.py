@@ -59,9 +59,7 @@ class FusedMarkov:
 
     def __init__(self, vocab: int, rank: int, max_rows: int, device: torch.device | str, use_fp64: bool = False) -> None:
         for name, size in (("vocab", vocab), ("rank", rank), ("max_rows", max_rows)):
-            error = guards.size_error(name, size, 1)
-            if error is not None:
-                raise error.error()
+            guards.check_size(name, size, 1)
         wrong_type = guards.flag_error(use_fp64)
         if wrong_type is not None:
             raise wrong_type

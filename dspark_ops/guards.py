@@ -179,6 +179,13 @@ def size_error(name: str, size: object, least: int) -> Wrong | None:
     return None
 
 
+def check_size(name: str, size: object, least: int) -> None:
+    """Raises what `size_error` finds."""
+    error = size_error(name, size, least)
+    if error is not None:
+        raise error.error()
+
+
 def flag_error(use_fp64: object) -> TypeError | None:
     return None if isinstance(use_fp64, bool) else TypeError(f"use_fp64 must be a bool, got {type(use_fp64).__name__}")
 

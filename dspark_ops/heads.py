@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,6 @@ from .api import markov_sample_sequential
 from .guards import Call
 
 KINDS = ("vanilla", "gated", "rnn")
-
-
-def _check_size(name: str, size: object, least: int = 1) -> None:
-    error = guards.size_error(name, size, least)
-    if error is not None:
-        raise error.error()
 
 
 def _check_hidden(name: str, hidden: Tensor | None, lead: tuple[int, ...], size: int, dtype: torch.dtype) -> Tensor:
@@ -72,7 +67,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         draft_vocab_size = vocab_size if draft_vocab_size is None else draft_vocab_size
         for name, size in (("vocab_size", vocab_size), ("rank", rank), ("draft_vocab_size", draft_vocab_size)):
-            _check_size(name, size)
+            guards.check_size(name, size, 1)
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         if kind == "vanilla" and hidden_size is not None:
@@ -82,7 +77,7 @@ class MarkovHead(nn.Module):
             if kind != "vanilla":
                 raise ValueError(f"hidden_size must be an int for a {kind} head, which reads hidden states, got None")
         else:
-            _check_size("hidden_size", hidden_size)
+            guards.check_size("hidden_size", hidden_size, 1)
         self.kind, self.hidden_size, self.rank = kind, hidden_size, rank
         self.markov_w1 = nn.Embedding(vocab_size, rank, device=device, dtype=dtype)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False, device=device, dtype=dtype)
@@ -91,12 +86,13 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank, device=device, dtype=dtype)
 
-    def _projected(self, embedding: Tensor, hidden: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The vector that `markov_w2` projects, and the state after it."""
+    def _projected(
+        self, embedding: Tensor, hidden: Tensor | None, state: Tensor | None, rounded: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The vector that `markov_w2` projects, and the state after it; `rounded` is what the result of each operation goes through."""
         if self.kind == "vanilla":
             return embedding, None
         assert hidden is not None
-        rounded = reference.rounding(embedding)  # the result of each operation, which Inductor would keep in FP32
         hidden = rounded(hidden)
         if self.kind == "gated":
             gate = rounded(torch.sigmoid(rounded(self.gate_proj(torch.cat([hidden, embedding], dim=-1)))))
@@ -131,7 +127,7 @@ class MarkovHead(nn.Module):
         """
         if self.kind != "vanilla":
             hidden = _check_hidden("hidden", hidden, tuple(previous.shape), self.hidden_size, self.markov_w1.weight.dtype)
-        projected, state = self._projected(self.markov_w1(previous), hidden, state)
+        projected, state = self._projected(self.markov_w1(previous), hidden, state, lambda x: x)
         return F.linear(projected, self.markov_w2.weight), state
 
     def sample(self, base_logits: Tensor, anchor_ids: Tensor, *, hidden_states: Tensor | None = None, **options: Any) -> Tensor:
@@ -159,10 +155,11 @@ class MarkovHead(nn.Module):
         """
         options = dict.fromkeys(("temperature", "seeds", "sample_pos", "idx_mapping")) | options
         w1, w2 = self.markov_w1.weight, self.markov_w2.weight
+        if self.kind == "vanilla":
+            return markov_sample_sequential(base_logits, anchor_ids, w1, w2, **options)
         plan = options.pop("plan", "auto")
         call = Call(base_logits, anchor_ids, w1, w2, **options)
-        wrong = guards.error(call, "auto" if plan in ("block", "step") else plan)
-        if self.kind == "vanilla" or wrong is not None:  # the function raises it, in compiled code as in eager
+        if guards.error(call, "auto" if plan in ("block", "step") else plan) is not None:  # raised there, in compiled code as in eager
             return markov_sample_sequential(base_logits, anchor_ids, w1, w2, plan=plan, **options)
         hidden = _check_hidden("hidden_states", hidden_states, tuple(base_logits.shape[:2]), self.hidden_size, w1.dtype)
         reason = f"the Markov head is {'an rnn' if self.kind == 'rnn' else 'a gated'} one"
@@ -170,10 +167,11 @@ class MarkovHead(nn.Module):
             raise ValueError(f"plan={plan!r} cannot serve this call: {reason}; use plan='auto'")
         (guards.note if torch.compiler.is_compiling() else guards.note_once)("reference", reason)
         state: Tensor | None = None
+        rounded = reference.rounding(base_logits)  # which stops gradients, so it is for sampling alone
 
         def projected(step: int, embedding: Tensor) -> Tensor:
             nonlocal state
-            vector, state = self._projected(embedding, hidden[:, step], state)
+            vector, state = self._projected(embedding, hidden[:, step], state, rounded)
             return vector
 
         return reference.sample(call, projected=projected)
@@ -225,9 +223,9 @@ class ConfidenceHead(nn.Module):
         self, hidden_size: int, rank: int | None = None, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        _check_size("hidden_size", hidden_size)
+        guards.check_size("hidden_size", hidden_size, 1)
         if rank is not None:
-            _check_size("rank", rank)
+            guards.check_size("rank", rank, 1)
         self.hidden_size, self.rank = hidden_size, rank
         self.proj = nn.Linear(hidden_size + (rank or 0), 1, device=device, dtype=dtype)
 
@@ -242,9 +240,10 @@ class ConfidenceHead(nn.Module):
             TypeError, ValueError: one is missing or given in vain, or its dtype or shape is wrong.
         """
         dtype = self.proj.weight.dtype
-        if not isinstance(hidden_states, Tensor) or hidden_states.dim() != 3:
-            what = f"shape {tuple(hidden_states.shape)}" if isinstance(hidden_states, Tensor) else type(hidden_states).__name__
-            raise (ValueError if isinstance(hidden_states, Tensor) else TypeError)(f"hidden_states must be a tensor [R, K, d], got {what}")
+        if not isinstance(hidden_states, Tensor):
+            raise TypeError(f"hidden_states must be a tensor [R, K, d], got {type(hidden_states).__name__}")
+        if hidden_states.dim() != 3:
+            raise ValueError(f"hidden_states must be a tensor [R, K, d], got shape {tuple(hidden_states.shape)}")
         lead = tuple(hidden_states.shape[:-1])
         hidden_states = _check_hidden("hidden_states", hidden_states, lead, self.hidden_size, dtype)
         if self.rank is None:

@@ -121,6 +121,23 @@ def test_a_compiled_block_is_the_eager_one(kind: str, backend: str, dtype: torch
         torch.testing.assert_close(*caches, rtol=0, atol=1e-5)  # Inductor's tanh and sigmoid are its own
 
 
+@needs_compiler
+@every_kind
+def test_a_compiled_bias_has_the_gradients_of_the_eager_one(kind: str) -> None:
+    torch._dynamo.reset()
+    head, (_, anchors, hidden) = _head(kind, HALF), _inputs(HALF)
+    gradients = []
+    for bias in (head.bias, torch.compile(head.bias, fullgraph=True, backend="aot_eager")):
+        inputs = None if kind == "vanilla" else hidden[:, 0].clone().requires_grad_()
+        bias(anchors, inputs)[0].float().square().sum().backward()
+        given = [] if inputs is None else [inputs]
+        gradients.append([x.grad for x in (*given, *head.parameters())])
+        assert all(x is not None and x.any() for x in gradients[-1])
+        head.zero_grad()
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 def test_the_reason_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     dspark_ops.guards.note_once.cache_clear()
