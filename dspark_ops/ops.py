@@ -315,7 +315,11 @@ def _inductor_at_work() -> Any:
     """What Inductor must know of the ops, while a graph is made that may be for it."""
     if "torch._inductor.compile_fx" not in sys.modules:
         return None
-    return importlib.import_module(".inductor.lowering", __package__)  # not sooner: it needs Inductor, which takes seconds to import
+    try:
+        return importlib.import_module(".inductor.lowering", __package__)  # not sooner: it needs Inductor, which takes seconds to import
+    except ImportError as failure:  # the pass beside it imports private names, which a version of torch may not have
+        guards.logger.warning("torch %s: compiled graphs do without what Inductor is told of the ops: %s", torch.__version__, failure)
+        return None
 
 
 def sample(call: Call, plan: str) -> Tensor:
@@ -328,10 +332,10 @@ def sample(call: Call, plan: str) -> Tensor:
     chosen, reason = guards.choose(call, plan)
     if reason is not None and guards.runs_now(call.base_logits):
         guards.note_once(chosen, reason)  # where a graph is made, the function that users call notes it
-    inductor = None if guards.runs_now(call.base_logits) else _inductor_at_work()
-    if chosen == "block" and not (inductor and inductor.packaging()):
-        return sample_block(call)
     if chosen in ("block", "step"):
+        inductor = None if guards.runs_now(call.base_logits) else _inductor_at_work()
+        if chosen == "block" and not (inductor and inductor.packaging()):
+            return sample_block(call)
         call = inductor.keep_layouts(call) if inductor else call
         maxima = call.base_logits.shape[0] * tiles_for(call).programs(call.num_columns)
         best_key = call.base_logits.new_empty((maxima,), dtype=key_dtype(call.use_fp64 and call.temperature is not None))

@@ -33,20 +33,25 @@ torch.library.register_fake("dspark::keep_layout", lambda x: x.new_empty_strided
 
 
 @functools.cache
-def _lowered() -> bool:
-    """Whether Inductor has a lowering for the op; the first call gives it one."""
-    if not KNOWN[0] <= torch.__version__ < KNOWN[1]:
+def _known() -> bool:
+    """Whether the private names below are those of this torch; says once if not."""
+    known = KNOWN[0] <= torch.__version__ < KNOWN[1]
+    if not known:
         logger.warning(
-            "torch %s: what its Inductor needs for a kept layout is not known here; step launches in compiled graphs are right, but may copy "
-            "computed arguments once a step",
+            "torch %s: its Inductor is not known here; step launches in compiled graphs are right, but may copy computed arguments once a "
+            "step, and a package of AOTInductor may hold an op that it cannot call: compile that with plan='step'",
             torch.__version__,
         )
-        return False
+    return known
+
+
+@functools.cache
+def _lower() -> None:
+    """Gives Inductor a lowering for the op."""
     from torch._inductor.lowering import register_lowering  # noqa: PLC0415  # takes seconds, and only a compilation needs it
 
     # The tag of the op has made the argument a buffer with the strides of the graph, which is then the result.
     register_lowering(torch.ops.dspark.keep_layout.default, type_promotion_kind=None)(lambda x: x)
-    return True
 
 
 def _in_inductor() -> bool:
@@ -58,6 +63,8 @@ def _in_inductor() -> bool:
 
 def packaging() -> bool:
     """Whether a package of AOTInductor is compiled. It may run where there is no Python: kernels become part of it, opaque ops would not."""
+    if not _known():
+        return False
     from torch._inductor.virtualized import V  # noqa: PLC0415  # as above
 
     return V.aot_compilation is True
@@ -65,7 +72,8 @@ def packaging() -> bool:
 
 def keep_layouts(call: Call) -> Call:
     """The call with arguments that every step can read as they are; the cache, which is written in place, is left alone."""
-    if not (_in_inductor() and _lowered()):
+    if not (_known() and _in_inductor()):
         return call
+    _lower()
     read = {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and name != "draft_logits"}
     return call._replace(**{name: torch.ops.dspark.keep_layout(x) for name, x in read.items()})

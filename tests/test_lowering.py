@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import dspark_ops
-from dspark_ops import guards
+from dspark_ops import guards, ops
 from dspark_ops.guards import Call
 from dspark_ops.inductor import lowering
 
@@ -29,7 +30,8 @@ def test_a_layout_is_kept_in_eager_code_and_by_a_fake(strides: tuple[int, ...]) 
 
 @torch._inductor.config.patch(force_disable_caches=True)
 def test_inductor_computes_what_has_another_layout_once_and_leaves_alone_what_has_not() -> None:
-    assert lowering._lowered()
+    assert lowering._known()
+    lowering._lower()
 
     def kept(x: Tensor) -> tuple[Tensor, Tensor]:
         given, computed = torch.ops.dspark.keep_layout(x), torch.ops.dspark.keep_layout(x * 2)
@@ -46,14 +48,25 @@ def test_an_unknown_inductor_is_left_as_it_is_with_a_warning(monkeypatch: pytest
     monkeypatch.setattr(lowering, "KNOWN", ("1.0", "1.1"))
     monkeypatch.setattr(lowering, "_in_inductor", lambda: True)
     call = Call(*(torch.zeros(2, 2) for _ in range(4)))
-    lowering._lowered.cache_clear()
+    lowering._known.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger="dspark_ops"):
             for _ in range(2):
                 assert lowering.keep_layouts(call) is call
     finally:
-        lowering._lowered.cache_clear()
+        lowering._known.cache_clear()
     assert len(caplog.records) == 1 and torch.__version__ in caplog.text
+
+
+def test_an_inductor_without_the_private_names_is_done_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def missing(name: str, package: str) -> None:
+        raise ImportError(f"{package}{name}: no such name")
+
+    importlib.import_module("torch._inductor.compile_fx")
+    monkeypatch.setattr(ops.importlib, "import_module", missing)
+    with caplog.at_level(logging.WARNING, logger="dspark_ops"):
+        assert ops._inductor_at_work() is None
+    assert "dspark_ops.inductor.lowering: no such name" in caplog.text
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -76,7 +89,7 @@ def test_only_inductor_is_asked_to_keep_layouts(backend: str) -> None:
 
 
 def _sampled_from(how: str, args: Arguments, plan: str) -> tuple[Any, list[Any]]:
-    """A function that computes base logits in a graph and samples, and its arguments: hidden states, weights, the rest."""
+    """A function that lays out base logits and weights anew in its graph and samples, and what it is given of both."""
     rest = {name: x for name, x in args.items() if name not in ("base_logits", "markov_w2")}
 
     def drafter(base: Tensor, w2: Tensor) -> Tensor:
