@@ -94,7 +94,7 @@ def _batch(rows: int, device: str = "cpu") -> Arguments:
         ("", (1, 2, 7, 16, 64, 33), 2),
         ("dynamic", (2, 1, 7, 16, 64, 33), 2),
         pytest.param("dynamic", (33, 64, 2, 8, 1), 2, marks=pytest.mark.slow),
-        ("unbacked", (3, 0, 1, 64), 1),
+        ("unbacked", (3, 0, 1, 64, 2), 1),
     ],
 )
 def test_number_of_graphs_over_batches(device: str, mark: str, batches: tuple[int, ...], graphs: int) -> None:

@@ -89,7 +89,7 @@ def _step_major(t: torch.Tensor) -> torch.Tensor:
 
 @eager_path
 def test_strides_are_the_tensors_own(path: Path) -> None:
-    args = case(steps=2)
+    args = case()
     _, steps, vocab = args["base_logits"].shape
     slots = args["draft_logits"].shape[0]
     wide = torch.full((slots, steps + 2, vocab + 56), -7.0, dtype=args["base_logits"].dtype)
@@ -137,7 +137,7 @@ def test_cache_rows_place_the_slots(path: Path) -> None:
 
 @eager_path
 def test_padded_vocabulary_never_wins_and_is_not_written(path: Path) -> None:
-    args = case(steps=2)
+    args = case()
     args["base_logits"][..., 690:] = 100.0  # padding that would win
     for temperature in (args["temperature"], torch.zeros(7)):
         padded = {**args, "vocab_size": 690, "temperature": temperature}
@@ -151,7 +151,7 @@ def test_padded_vocabulary_never_wins_and_is_not_written(path: Path) -> None:
 @eager_path
 def test_noise_ahead_gives_the_same(path: Path) -> None:
     for use_fp64 in (False, True):
-        args = case(steps=2)
+        args = case()
         args["idx_mapping"][1] = -1
         slots = args["seeds"], args["sample_pos"], args["idx_mapping"]
         noise = dspark_ops.markov_noise(*(t.to(path.device) for t in slots), 700, use_fp64=use_fp64)
@@ -221,7 +221,7 @@ def test_random_weights_stay_within_the_bound_compiled(path: Path, weights: torc
 def _stays_within_the_bound(path: Path, weights: torch.dtype) -> None:
     """|bias - exact| <= r 2^-23 sum |e w| before rounding: seen through FP32 logits, whose cache shows the bias, and through the tokens."""
     rank, excused = 64, 0
-    for seed in range(2 if path.name == "interpreted" else 4):  # the interpreter is slow
+    for seed in range(4):
         args = case(rows=8, vocab=1000, rank=rank, logits=torch.float32, weights=weights, random_weights=True, seed=seed)
         args["base_logits"].zero_()
         args["idx_mapping"] = torch.arange(8, dtype=torch.int32)
@@ -244,7 +244,7 @@ def _stays_within_the_bound(path: Path, weights: torch.dtype) -> None:
             gap = keys.max() - keys[tokens[row, step]]
             assert gap <= slack + 8 * torch.finfo(torch.float32).eps * keys.max().abs(), (row, step)
             excused += 1
-    print(f"{path.name}, {weights}: {excused} rows excused by their margin")
+    print(f"{path.name}, {weights}: {excused} of 32 rows excused by their margin")
 
 
 @kernel_path
