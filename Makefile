@@ -3,25 +3,19 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-compiled test-interpreted test-slow test-gpu lint bench clean
+.PHONY: demo test test-slow test-gpu lint bench clean
 
 demo: .venv/installed-test
 	$(VENV)/python examples/compiled_drafter.py
 
+# A worker for each core. The tests of a file stay together where they share compiled functions. Triton's interpreter replaces its compiler for
+# a whole process, so the tests of the kernels on the CPU have a run of their own.
 test: .venv/installed-test
-	$(MAKE) --jobs=2 test-compiled test-interpreted
-
-test-compiled:
-	$(VENV)/python -m pytest --doctest-modules -m "not slow and not gpu" dspark_ops tests
-
-# Triton's interpreter replaces its compiler for a whole process, so the tests of the kernels on the CPU have one of their own. It runs beside
-# the other tests and prints when it is done.
-test-interpreted:
-	@TRITON_INTERPRET=1 $(VENV)/python -m pytest -m "not slow and not gpu" -k interpreted tests > .venv/interpreted.log 2>&1; \
-	status=$$?; cat .venv/interpreted.log; exit $$status
+	$(VENV)/python -m pytest -n auto --dist loadfile --doctest-modules -m "not slow and not gpu" dspark_ops tests
+	TRITON_INTERPRET=1 $(VENV)/python -m pytest -n auto -m "not slow and not gpu" -k interpreted tests
 
 test-slow: .venv/installed-test
-	$(VENV)/python -m pytest -m "slow and not gpu" tests
+	$(VENV)/python -m pytest -n auto --dist loadfile -m "slow and not gpu" tests
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests

@@ -149,11 +149,14 @@ def _check_resources(compiled: Any, target: GPUTarget, tmp_path: Path) -> str:
 
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)]
-every_target = pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.arch))
+QUICK = (90, "gfx942")  # one of each backend
+every_target = pytest.mark.parametrize(
+    "target", [pytest.param(target, id=str(target.arch), marks=() if target.arch in QUICK else pytest.mark.slow) for target in TARGETS]
+)
 every_target_and_shape = pytest.mark.parametrize(
     ("target", "tiles"),
     [
-        pytest.param(target, tiles, id=f"{target.arch}-{rows} rows")
+        pytest.param(target, tiles, id=f"{target.arch}-{rows} rows", marks=() if target.arch in QUICK else pytest.mark.slow)
         for target in TARGETS
         for rows, tiles in ops.shapes(target.backend == "hip").items()
     ],
