@@ -106,16 +106,19 @@ def markov_sample_sequential(
         output_scale,
         output_soft_cap,
     )
-    # Eager calls are checked and planned in the op. While a graph is made it happens here as well, where Dynamo turns what the checks read
-    # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The error
-    # of a wrong call is raised by the op in any case (see `ops._define_refusal`).
+    # Eager calls are checked and planned in the op. While a graph is made, the plan is chosen here, where Dynamo turns what the choice reads
+    # into guards and the plan into an argument of the op; an exported program carries "auto", since it may run on another device. The checks
+    # stay in the op, as Dynamo would take 60 ms to trace them; the graph of a wrong call raises its error when it runs, see
+    # `ops._define_refusal`.
     if torch.compiler.is_compiling():
         wrong_type = guards.type_error(call, plan)
         if wrong_type is not None:
             return torch.ops.dspark.refuse_type(base_logits, base_logits.shape[:2], torch.int64, str(wrong_type))
-        if not guards.exporting() and guards.error(call, plan) is None:
-            plan, reason = guards.choose(call, plan)
-            if reason is not None:
+        if not guards.exporting() and guards.has_layouts(call):
+            chosen, reason = guards.choose(call, plan)
+            if plan == "auto":
+                plan = chosen
+            if reason is not None and plan == chosen:
                 guards.note(plan, reason)
         return torch.ops.dspark.markov_sample_sequential(*call, plan)
     try:

@@ -458,6 +458,21 @@ def nothing_to_draft(t: Tensor) -> bool:
     return guard_or_false(t.shape[0] == 0) or guard_or_false(t.shape[1] == 0)
 
 
+def _has_layout(t: object, dims: int) -> bool:
+    return isinstance(t, Tensor) and t.layout == torch.strided and t.dim() == dims
+
+
+def has_layouts(call: Call) -> bool:
+    """Whether `choose` can read a call that nothing has checked."""
+    return (
+        _has_layout(call.base_logits, 3)
+        and _has_layout(call.markov_w1, 2)
+        and _has_layout(call.markov_w2, 2)
+        and (call.draft_logits is None or _has_layout(call.draft_logits, 3))
+        and (call.noise is None or _has_layout(call.noise, 3))
+    )
+
+
 def reference_reason(call: Call) -> str | None:
     """Why the fused kernels do not serve a valid call, as a text for its author, or None where they do."""
     base, w1, w2 = call.base_logits, call.markov_w1, call.markov_w2
@@ -514,7 +529,8 @@ note_once = functools.cache(note)
 
 
 def choose(call: Call, plan: str) -> tuple[str, str | None]:
-    """The plan that serves a valid call ("block", "step" or "reference"), and why it is not a better one."""
+    """The plan that serves a valid call ("block", "step" or "reference"), and why it is not a better one. It reads no more than `has_layouts`
+    asks for."""
     if plan == "reference":
         return "reference", "plan='reference' was asked for"
     reason = reference_reason(call)

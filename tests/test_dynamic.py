@@ -51,10 +51,9 @@ def test_two_graphs_serve_every_batch(mark: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "one-first"])
-def test_two_graphs_serve_every_batch_in_each_mode(mode: str, greedy: bool, mark: bool) -> None:
-    _runs_in_at_most_two_graphs(mode, tuple(reversed(BATCHES)) if mark else BATCHES, mark=mark, greedy=greedy)
+def test_two_graphs_serve_every_batch_in_each_mode(mode: str, mark: bool) -> None:
+    _runs_in_at_most_two_graphs(mode, tuple(reversed(BATCHES)) if mark else BATCHES, mark=mark, greedy=False)
 
 
 def test_every_grad_mode_has_a_graph_of_its_own() -> None:

@@ -93,19 +93,11 @@ def test_the_example_runs_and_eager_and_compiled_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_runs_as_a_user_starts_it(tmp_path: Path) -> None:
-    done = python(tmp_path, str(SCRIPT), "--device", "cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    agrees(done.stdout, rows=[1, 2, 7, 16, 64], new_graphs=[1, 1, 0, 0, 0], steps=5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_file_of_any_weights_is_served_in_any_order_of_batches(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_file_of_any_weights_is_served_in_any_order_of_batches(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = {W1: (1009, 48), W2: (1009, 48), LM_HEAD: (1009, 96)}
-    path = checkpoint(tmp_path / "any.safetensors", {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()})
-    done = python(tmp_path, str(SCRIPT), str(path), "--device", "cpu", "--steps", "3", "--rows", "16", "1", "3", "2")
+    path = checkpoint(tmp_path / "any.safetensors", {name: torch.randn(shape, generator=generator).half() for name, shape in shapes.items()})
+    done = python(tmp_path, str(SCRIPT), str(path), "--device", "cpu", "--steps", "2", "--rows", "16", "1", "3", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "logits may differ by the rounding" in done.stdout
     assert "compilations: 2 over R = 16, 1, 3, 2" in done.stdout

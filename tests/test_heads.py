@@ -102,9 +102,13 @@ def test_a_vanilla_head_is_the_function() -> None:
 
 
 @needs_compiler
-@every_kind
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "backend"),
+    [
+        *((kind, dtype, "eager") for kind in ("vanilla", "gated", "rnn") for dtype in (torch.float32, HALF)),
+        *(pytest.param(*each, "inductor", marks=pytest.mark.slow) for each in (("gated", torch.float32), ("gated", HALF), ("rnn", HALF))),
+    ],
+)
 def test_a_compiled_block_is_the_eager_one(kind: str, backend: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     head, (base, anchors, hidden) = _head(kind, dtype), _inputs(dtype)
