@@ -30,7 +30,7 @@ def grid(*shape: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
 def case(
     rows: int = 5,
     steps: int = 3,
-    vocab: int = 300,
+    vocab: int = 200,
     rank: int = 16,
     *,
     slots: int | None = None,

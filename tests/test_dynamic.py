@@ -44,16 +44,11 @@ def _runs_in_at_most_two_graphs(mode: str | None, batches: tuple[int, ...], *, m
     assert counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize("mark", [True, False], ids=["marked", "one-first"])
-def test_two_graphs_serve_every_batch(mark: bool) -> None:
-    _runs_in_at_most_two_graphs(None, tuple(reversed(BATCHES)) if mark else BATCHES, mark=mark, greedy=True)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize(("mode", "greedy"), [(None, True), ("default", False), ("max-autotune-no-cudagraphs", False)])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "one-first"])
-def test_two_graphs_serve_every_batch_in_each_mode(mode: str, mark: bool) -> None:
-    _runs_in_at_most_two_graphs(mode, tuple(reversed(BATCHES)) if mark else BATCHES, mark=mark, greedy=False)
+def test_two_graphs_serve_every_batch_in_each_mode(mode: str | None, greedy: bool, mark: bool) -> None:
+    _runs_in_at_most_two_graphs(mode, tuple(reversed(BATCHES)) if mark else BATCHES, mark=mark, greedy=greedy)
 
 
 def test_every_grad_mode_has_a_graph_of_its_own() -> None:

@@ -23,7 +23,7 @@ def _fork(fused: FusedMarkov, args: Arguments) -> None:
 @every_device
 @pytest.mark.parametrize("use_fp64", [False, True])
 def test_results_are_those_of_the_function(device: str, use_fp64: bool) -> None:
-    fused = FusedMarkov(300, 16, 17, device, use_fp64)
+    fused = FusedMarkov(200, 16, 17, device, use_fp64)
     for rows in (5, 17, 1):
         for fork in (True, False):
             args = to(device, {**case(rows=rows), "use_fp64": use_fp64})
@@ -36,13 +36,13 @@ def test_results_are_those_of_the_function(device: str, use_fp64: bool) -> None:
 
 @every_device
 def test_unfused_options_work_too(device: str) -> None:
-    fused = FusedMarkov(300, 16, 5, device)
+    fused = FusedMarkov(200, 16, 5, device)
     args = to(device, case())
     scaled = {**args, "bias_scale": 0.5}
     expected, _ = oracle(scaled)
     _fork(fused, args)
     assert torch.equal(fused.run(**scaled).cpu(), expected)
-    args["draft_to_target"] = torch.zeros(300, dtype=torch.int64, device=device)
+    args["draft_to_target"] = torch.zeros(200, dtype=torch.int64, device=device)
     _fork(fused, args)
     assert torch.equal(fused.run(**args).cpu(), oracle(args)[0])
 
@@ -50,7 +50,7 @@ def test_unfused_options_work_too(device: str) -> None:
 @every_device
 def test_noise_serves_one_block(device: str) -> None:
     """A block that was not forked for must not get the noise of the one before."""
-    fused = FusedMarkov(300, 16, 5, device)
+    fused = FusedMarkov(200, 16, 5, device)
     first, second = to(device, case(seed=1)), to(device, case(seed=2))
     expected = oracle(second)[0]
     _fork(fused, first)
@@ -62,7 +62,7 @@ def test_noise_serves_one_block(device: str) -> None:
 @every_device
 def test_noise_that_met_no_block_is_forgotten(device: str) -> None:
     """By a block that is too large for noise ahead, and by a fork that was refused."""
-    fused = FusedMarkov(300, 16, 22, device)
+    fused = FusedMarkov(200, 16, 22, device)
     _fork(fused, to(device, case(rows=21)))
     args = to(device, case(rows=21, steps=4))
     assert fused.noise_rows(21, 4) == 0
@@ -79,7 +79,7 @@ def test_noise_that_met_no_block_is_forgotten(device: str) -> None:
 def test_noise_of_arguments_that_were_written_since_is_refused(device: str, inference: bool) -> None:
     with torch.inference_mode(inference):
         args = to(device, case())
-        fused = FusedMarkov(300, 16, 5, device)
+        fused = FusedMarkov(200, 16, 5, device)
         for name in ("seeds", "sample_pos", "idx_mapping"):
             _fork(fused, args)
             if not inference:  # where writes are not counted
@@ -90,7 +90,7 @@ def test_noise_of_arguments_that_were_written_since_is_refused(device: str, infe
 
 
 def test_another_device_is_refused() -> None:
-    fused = FusedMarkov(300, 16, 5, "cpu")
+    fused = FusedMarkov(200, 16, 5, "cpu")
     args = to("meta", case())
     with pytest.raises(ValueError, match=r"^seeds must be on the device of this FusedMarkov, cpu, got meta"):
         _fork(fused, args)
@@ -103,7 +103,7 @@ def test_noise_rows() -> None:
     assert fused.noise_rows(9, 7) == 63 and fused.noise_rows(64, 1) == NOISE_ROWS and fused.noise_rows(5, 13) == 0
     assert FusedMarkov(8, 16, 64, "cpu", use_fp64=True).noise_rows(1, 7) == 0
     args = case(rows=22)
-    big = FusedMarkov(300, 16, 22, "cpu")
+    big = FusedMarkov(200, 16, 22, "cpu")
     assert big.noise_rows(22, 3) == 0
     _fork(big, args)  # nothing is launched
     expected = oracle(args)[0]
@@ -132,7 +132,7 @@ def test_wrong_arguments_name_themselves() -> None:
         FusedMarkov(8, 16, 0, "cpu")
     with pytest.raises(TypeError, match=r"^use_fp64 must be a bool, got int"):
         FusedMarkov(8, 16, 4, "cpu", 1)  # type: ignore[arg-type]  # what is tested
-    fused = FusedMarkov(300, 16, 4, "cpu")
+    fused = FusedMarkov(200, 16, 4, "cpu")
     with pytest.raises(ValueError, match=r"requests in base_logits must fit this FusedMarkov .* got 5"):
         fused.run(**case())
     with pytest.raises(ValueError, match="rank of markov_w1 must fit"):
@@ -147,7 +147,7 @@ def test_wrong_arguments_name_themselves() -> None:
 @pytest.mark.parametrize("fork", [True, False])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_captured_blocks_replay_with_rewritten_inputs(device: str, fork: bool) -> None:
-    rows, steps, vocab, hidden = 5, 3, 300, 64
+    rows, steps, vocab, hidden = 5, 3, 200, 64
     fused = FusedMarkov(vocab, 16, 8, device)
     static = to(device, case(rows=rows, steps=steps, vocab=vocab))
     states = torch.randint(-4, 5, (rows, steps, hidden), device=device).bfloat16()
@@ -180,7 +180,7 @@ def test_captured_blocks_replay_with_rewritten_inputs(device: str, fork: bool) -
 
 @every_device
 def test_noise_of_other_requests_is_refused(device: str) -> None:
-    fused = FusedMarkov(300, 16, 5, device)
+    fused = FusedMarkov(200, 16, 5, device)
     args = to(device, case())
     for name in ("seeds", "sample_pos", "idx_mapping"):
         _fork(fused, args)
@@ -189,7 +189,7 @@ def test_noise_of_other_requests_is_refused(device: str) -> None:
     assert torch.equal(fused.run(**args).cpu(), oracle(args)[0]), "a refused block leaves no noise behind"
     assert fused.noise_rows(6, 3) == 0, "more requests than announced"
     with pytest.raises(TypeError, match=r"^max_rows must be an int"):
-        FusedMarkov(300, 16, 2.5, device)  # type: ignore[arg-type]  # what is tested
+        FusedMarkov(200, 16, 2.5, device)  # type: ignore[arg-type]  # what is tested
 
 
 def test_owners_that_are_equal_have_samplers_of_their_own() -> None:

@@ -116,7 +116,7 @@ def test_offsets_beyond_31_bits() -> None:
 def test_tensors_on_a_device_that_is_not_current() -> None:
     args = to("cuda:1", case())
     expected, expected_cache = oracle(args)
-    fused = dspark_ops.FusedMarkov(300, 16, 5, "cuda:1")
+    fused = dspark_ops.FusedMarkov(200, 16, 5, "cuda:1")
     compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True)
     with torch.cuda.device(0):
         for function in (dspark_ops.markov_sample_sequential, fused.run, compiled):

@@ -37,13 +37,13 @@ WRONG: list[tuple[str, type[Exception], Any]] = [
     ("anchor_ids", ValueError, lambda a: {"anchor_ids": a["anchor_ids"][:, None]}),
     ("markov_w1", TypeError, lambda a: {"markov_w1": _i8(a["markov_w1"])}),
     ("markov_w1", ValueError, lambda a: {"markov_w1": a["markov_w1"][:, :0], "markov_w2": a["markov_w2"][:, :0]}),
-    ("markov_w1", ValueError, lambda a: {"markov_w1": a["markov_w1"][:250]}),
+    ("markov_w1", ValueError, lambda a: {"markov_w1": a["markov_w1"][:150]}),
     ("markov_w1", TypeError, lambda a: {"markov_w1": a["markov_w1"].to_sparse()}),
     ("markov_w2", TypeError, lambda a: {"markov_w2": _i8(a["markov_w2"]).view(torch.uint8)}),
     ("markov_w2", TypeError, lambda a: {"markov_w2": a["markov_w2"].to(torch.float8_e4m3fn)}),
     ("markov_w2", TypeError, lambda a: {"markov_w2": a["markov_w2"].float()}),
     ("markov_w2", ValueError, lambda a: {"markov_w2": a["markov_w2"][:, :8]}),
-    ("markov_w2", ValueError, lambda a: {"markov_w2": a["markov_w2"][:250]}),
+    ("markov_w2", ValueError, lambda a: {"markov_w2": a["markov_w2"][:150]}),
     ("markov_w2", ValueError, lambda a: {"markov_w2": a["markov_w2"].to("meta")}),
     ("temperature", TypeError, lambda a: {"temperature": a["temperature"].double()}),
     ("temperature", ValueError, lambda a: {"temperature": a["temperature"][0]}),
@@ -63,25 +63,25 @@ WRONG: list[tuple[str, type[Exception], Any]] = [
     ("draft_logits", TypeError, lambda a: {"draft_logits": a["draft_logits"].half()}),
     ("draft_logits", TypeError, lambda a: {"output_scale": 2.0}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:, :2]}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][..., :290]}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][..., :190]}),
     ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:6]}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:1].expand(7, 3, 300)}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 300), (300, 150, 1))}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 300), (300, 300, 1))}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 300), (600, 300, 1))}),
-    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 300), (1, 7, 20))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": a["draft_logits"][:1].expand(7, 3, 200)}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 200), (200, 100, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 200), (200, 200, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 200), (400, 200, 1))}),
+    ("draft_logits", ValueError, lambda a: {"draft_logits": _strided(a, (7, 3, 200), (1, 7, 20))}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(7, dtype=torch.int32), "draft_logits": None}),
     ("cache_rows", ValueError, lambda a: {"cache_rows": torch.zeros(6, dtype=torch.int32)}),
     ("cache_rows", TypeError, lambda a: {"cache_rows": torch.zeros(7)}),
-    ("noise", TypeError, lambda a: {"noise": torch.ones(5, 3, 300, dtype=torch.float64)}),
-    ("noise", TypeError, lambda a: {"noise": torch.ones(5, 3, 300), "use_fp64": True}),
-    ("noise", ValueError, lambda a: {"noise": torch.ones(5, 2, 300)}),
-    ("noise", ValueError, lambda a: {"noise": torch.ones(5, 3, 299)}),
-    ("vocab_size", ValueError, lambda a: {"vocab_size": 301}),
+    ("noise", TypeError, lambda a: {"noise": torch.ones(5, 3, 200, dtype=torch.float64)}),
+    ("noise", TypeError, lambda a: {"noise": torch.ones(5, 3, 200), "use_fp64": True}),
+    ("noise", ValueError, lambda a: {"noise": torch.ones(5, 2, 200)}),
+    ("noise", ValueError, lambda a: {"noise": torch.ones(5, 3, 199)}),
+    ("vocab_size", ValueError, lambda a: {"vocab_size": 201}),
     ("vocab_size", ValueError, lambda a: {"vocab_size": 0}),
-    ("draft_to_target", TypeError, lambda a: {"draft_to_target": torch.zeros(300, dtype=torch.int32)}),
-    ("draft_to_target", ValueError, lambda a: {"draft_to_target": torch.zeros(299, dtype=torch.int64)}),
-    ("draft_logits", ValueError, lambda a: {"markov_w1": a["markov_w1"].repeat(2, 1), "draft_to_target": torch.zeros(300, dtype=torch.int64)}),
+    ("draft_to_target", TypeError, lambda a: {"draft_to_target": torch.zeros(200, dtype=torch.int32)}),
+    ("draft_to_target", ValueError, lambda a: {"draft_to_target": torch.zeros(199, dtype=torch.int64)}),
+    ("draft_logits", ValueError, lambda a: {"markov_w1": a["markov_w1"].repeat(2, 1), "draft_to_target": torch.zeros(200, dtype=torch.int64)}),
     ("bias_soft_cap", ValueError, lambda a: {"bias_soft_cap": 0.0}),
     ("bias_scale", ValueError, lambda a: {"bias_scale": float("nan")}),
     ("output_soft_cap", ValueError, lambda a: {"output_soft_cap": -30.0}),
@@ -94,15 +94,15 @@ WRONG_TYPE: list[tuple[str, type[Exception], Any]] = [
     ("base_logits", TypeError, lambda a: {"base_logits": a["base_logits"].float().numpy()}),
     ("anchor_ids", TypeError, lambda a: {"anchor_ids": [1, 2, 3, 4, 5]}),
     ("temperature", TypeError, lambda a: {"temperature": 0.8}),
-    ("draft_to_target", TypeError, lambda a: {"draft_to_target": [0] * 300}),
+    ("draft_to_target", TypeError, lambda a: {"draft_to_target": [0] * 200}),
 ]
 # Options of a wrong type: a schema would convert some of them.
 WRONG_OPTIONS: list[tuple[str, type[Exception], Any]] = [
     (name, TypeError, lambda a, name=name, x=x: {name: x})
     for name, x in [
-        ("vocab_size", 250.0),
+        ("vocab_size", 150.0),
         ("vocab_size", True),
-        ("vocab_size", torch.tensor(250)),
+        ("vocab_size", torch.tensor(150)),
         ("bias_scale", "2"),
         ("bias_scale", True),
         ("bias_soft_cap", torch.tensor(30.0)),
@@ -195,11 +195,11 @@ def test_a_cache_may_have_any_strides_that_keep_its_elements_apart() -> None:
     args = case(slots=7)
     dtype = args["draft_logits"].dtype
     wide = torch.zeros(9, 5, 800, dtype=dtype)
-    caches = [wide[1:8, 1:4, 50:350], wide[1:8, ::2, :300], torch.zeros(3, 7, 300, dtype=dtype).transpose(0, 1)]
-    caches += [torch.zeros(300, 3, 7, dtype=dtype).permute(2, 1, 0), wide[2:9, :4, :301]]
+    caches = [wide[1:8, 1:4, 50:250], wide[1:8, ::2, :200], torch.zeros(3, 7, 200, dtype=dtype).transpose(0, 1)]
+    caches += [torch.zeros(200, 3, 7, dtype=dtype).permute(2, 1, 0), wide[2:9, :4, :201]]
     for cache in caches:
         assert guards.error(Call(**{**args, "draft_logits": cache}), "auto") is None, cache.stride()
-    odd = {**case(rows=1, steps=1, slots=1), "draft_logits": wide.as_strided((1, 1, 300), (0, 3, 1))}
+    odd = {**case(rows=1, steps=1, slots=1), "draft_logits": wide.as_strided((1, 1, 200), (0, 3, 1))}
     assert guards.error(Call(**odd), "auto") is None, "the stride of a single element is never used"
     torch._dynamo.reset()
     compiled = torch.compile(dspark_ops.markov_sample_sequential, fullgraph=True, dynamic=True, backend="eager")
@@ -253,7 +253,7 @@ def test_why_not_has_the_arguments_of_the_function_and_returns_a_reason() -> Non
 UNFUSED: list[tuple[str, Any]] = [
     ("no requests", lambda a: case(rows=0)),
     ("no steps", lambda a: case(steps=0)),
-    ("reduced", lambda a: {"draft_to_target": torch.zeros(300, dtype=torch.int64)}),
+    ("reduced", lambda a: {"draft_to_target": torch.zeros(200, dtype=torch.int64)}),
     ("scaled", lambda a: {"bias_scale": 0.5}),
     ("capped", lambda a: {"bias_soft_cap": 30.0}),
     ("transformed", lambda a: {"output_scale": 0.5, "draft_logits": a["draft_logits"].float()}),
@@ -264,7 +264,7 @@ UNFUSED: list[tuple[str, Any]] = [
     ("markov_w2", lambda a: {"markov_w2": a["markov_w2"].t().contiguous().t()}),
     ("base_logits", lambda a: {"base_logits": a["base_logits"].transpose(1, 2).contiguous().transpose(1, 2)}),
     ("draft_logits", lambda a: {"draft_logits": a["draft_logits"].transpose(1, 2).contiguous().transpose(1, 2)}),
-    ("noise", lambda a: {"noise": torch.ones(5, 300, 3).transpose(1, 2)}),
+    ("noise", lambda a: {"noise": torch.ones(5, 200, 3).transpose(1, 2)}),
 ]
 
 
@@ -288,8 +288,8 @@ def test_a_plain_call_has_no_reason() -> None:
     [
         ("FP64", lambda a: {"use_fp64": True}),
         ("FP32", lambda a: {"markov_w1": a["markov_w1"].float(), "markov_w2": a["markov_w2"].float()}),
-        ("16 bytes", lambda a: {"markov_w2": torch.zeros(300 * 17, dtype=HALF).as_strided((300, 16), (17, 1))}),
-        ("16 bytes", lambda a: {"markov_w2": torch.zeros(301 * 16, dtype=HALF)[1:][: 300 * 16].view(300, 16)}),
+        ("16 bytes", lambda a: {"markov_w2": torch.zeros(200 * 17, dtype=HALF).as_strided((200, 16), (17, 1))}),
+        ("16 bytes", lambda a: {"markov_w2": torch.zeros(201 * 16, dtype=HALF)[1:][: 200 * 16].view(200, 16)}),
     ],
 )
 def test_what_one_launch_cannot_do_step_launches_do(word: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -420,7 +420,7 @@ def test_what_wants_to_see_the_op_sees_it() -> None:
 def test_a_write_to_the_cache_is_seen_by_autograd(device: str) -> None:
     """On every plan: kernels write past autograd."""
     args = to(device, case())
-    fused = dspark_ops.FusedMarkov(300, 16, 5, device)
+    fused = dspark_ops.FusedMarkov(200, 16, 5, device)
     for plan in ("auto", "reference") if device == "cpu" else ("auto", "step", "reference"):
         for function in (dspark_ops.markov_sample_sequential, fused.run):
             version = args["draft_logits"]._version

@@ -127,7 +127,7 @@ def test_a_cache_inside_a_larger_tensor_leaves_its_surroundings_alone(path: Path
 @eager_path
 def test_cache_rows_place_the_slots(path: Path) -> None:
     args = case()
-    compact = torch.full((4, 3, 300), -7.0, dtype=args["base_logits"].dtype)
+    compact = torch.full((4, 3, 200), -7.0, dtype=args["base_logits"].dtype)
     for ids in (torch.int32, torch.int64):
         rows = torch.tensor([3, -1, 0, 99, 2, 1, -5], dtype=ids)  # slots 1, 3 and 6 have none
         path.agrees_with_oracle({**args, "draft_logits": compact, "cache_rows": rows})
@@ -138,14 +138,14 @@ def test_cache_rows_place_the_slots(path: Path) -> None:
 @eager_path
 def test_padded_vocabulary_never_wins_and_is_not_written(path: Path) -> None:
     args = case()
-    args["base_logits"][..., 290:] = 100.0  # padding that would win
+    args["base_logits"][..., 190:] = 100.0  # padding that would win
     for temperature in (args["temperature"], torch.zeros(7)):
-        padded = {**args, "vocab_size": 290, "temperature": temperature}
+        padded = {**args, "vocab_size": 190, "temperature": temperature}
         tokens, cache = path(padded)
-        assert (tokens < 290).all() and (path({**padded, "vocab_size": None})[0] >= 290).all()
-        assert cache is not None and (cache[..., 290:] == -7.0).all()
+        assert (tokens < 190).all() and (path({**padded, "vocab_size": None})[0] >= 190).all()
+        assert cache is not None and (cache[..., 190:] == -7.0).all()
         path.agrees_with_oracle(padded)
-        path.agrees_with_oracle({**padded, "markov_w1": args["markov_w1"][:290], "draft_logits": args["draft_logits"][..., :290]})
+        path.agrees_with_oracle({**padded, "markov_w1": args["markov_w1"][:190], "draft_logits": args["draft_logits"][..., :190]})
 
 
 @eager_path
@@ -154,10 +154,10 @@ def test_noise_ahead_gives_the_same(path: Path) -> None:
         args = case()
         args["idx_mapping"][1] = -1
         slots = args["seeds"], args["sample_pos"], args["idx_mapping"]
-        noise = dspark_ops.markov_noise(*(t.to(path.device) for t in slots), 300, use_fp64=use_fp64)
+        noise = dspark_ops.markov_noise(*(t.to(path.device) for t in slots), 200, use_fp64=use_fp64)
         ahead = {**args, "use_fp64": use_fp64, "noise": noise, "seeds": None, "sample_pos": None}
         path.agrees_with_oracle({**args, "use_fp64": use_fp64})
-        for change in (ahead, {**ahead, "noise": torch.nn.functional.pad(noise, (0, 5))[..., :300]}):
+        for change in (ahead, {**ahead, "noise": torch.nn.functional.pad(noise, (0, 5))[..., :200]}):
             tokens, cache = path(change)
             expected, expected_cache = path({**args, "use_fp64": use_fp64})
             assert torch.equal(tokens, expected)
@@ -220,7 +220,7 @@ def test_random_weights_stay_within_the_bound_compiled(path: Path, weights: torc
 
 def _stays_within_the_bound(path: Path, weights: torch.dtype) -> None:
     """|bias - exact| <= r 2^-23 sum |e w| before rounding: seen through FP32 logits, whose cache shows the bias, and through the tokens."""
-    rank, vocab, excused = 64, 300 if INTERPRETED else 1000, 0
+    rank, vocab, excused = 64, 200 if INTERPRETED else 1000, 0
     for seed in range(4):
         args = case(rows=8, vocab=vocab, rank=rank, logits=torch.float32, weights=weights, random_weights=True, seed=seed)
         args["base_logits"].zero_()
@@ -250,10 +250,10 @@ def _stays_within_the_bound(path: Path, weights: torch.dtype) -> None:
 @kernel_path
 def test_every_kernel_computes_the_same_keys(path: Path) -> None:
     """Whole rows of keys: at every shape of program, with the noise in place and ahead, for rows alone and in a batch."""
-    args = to(path.device, case(rows=20, steps=2, vocab=300, rank=48, slots=20, random_weights=not INTERPRETED))
+    args = to(path.device, case(rows=20, steps=2, vocab=200, rank=48, slots=20, random_weights=not INTERPRETED))
     args["idx_mapping"] = torch.arange(20, device=path.device)
-    noise = torch.empty(20, 2, 300, device=path.device)
-    ops.launch_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 300, None, noise)
+    noise = torch.empty(20, 2, 200, device=path.device)
+    ops.launch_noise(args["seeds"], args["sample_pos"], args["idx_mapping"], 200, None, noise)
     batch = keys_of(args)
     assert torch.equal(batch, keys_of({**args, "noise": noise}))
     for rows in ([3], [5, 2], [7, 1, 0], list(range(11, 0, -1)), list(range(17))):
