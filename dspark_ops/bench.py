@@ -101,8 +101,8 @@ def _baselines() -> types.ModuleType:
 def inputs(rows: int, steps: int, vocab: int, rank: int, device: str = "cuda", *, peaked: bool = False) -> dict[str, Tensor]:
     """Random arguments of a sampled block with a cache, one slot a row, in bf16.
 
-    Base logits are normal with a deviation of 3; `peaked` ones have four tokens a row and step that stand out by 14 to 20, as where a
-    drafter is sure.
+    Base logits are normal with a deviation of 3; `peaked` ones have four tokens a row and step that stand out, one by 30 and the
+    others by 14 to 18, as where a drafter is sure.
     """
     generator = torch.Generator(device).manual_seed(rows)
 
@@ -121,7 +121,7 @@ def inputs(rows: int, steps: int, vocab: int, rank: int, device: str = "cuda", *
         "draft_logits": torch.zeros(rows, steps, vocab, device=device, dtype=torch.bfloat16),
     }
     if peaked:
-        peaks = torch.tensor([20.0, 18.0, 16.0, 14.0], device=device, dtype=torch.bfloat16).expand(rows, steps, 4)
+        peaks = torch.tensor([30.0, 18.0, 16.0, 14.0], device=device, dtype=torch.bfloat16).expand(rows, steps, 4)
         args["base_logits"].scatter_add_(2, torch.randint(vocab, (rows, steps, 4), generator=generator, device=device), peaks)
     return args
 
