@@ -14,9 +14,9 @@ from typing import Any
 
 Line = dict[str, Any]  # what was measured for a shape in a state of the L2 cache, by the names below; times are microseconds a block
 
-# "lm_head" is the product before every block, which is subtracted in the state "cold" and part of the others' times in "cold + lm_head".
+# "lm_head" is the product before every block: it is subtracted from the times of the state "cold" and part of those of "sum".
 CANDIDATES = ("block", "step", "two launches", "compiled", "plain", "vLLM loop", "fallback, eager", "plain, eager")
-FIGURES = ("lm_head", *CANDIDATES, "two launches / best", "MB", "floor", "best / floor")
+FIGURES = ("lm_head", *CANDIDATES, "MB", "floor", "times floor")
 COLUMNS = ("V", "K", "rank", "logits", "R", "L2", *FIGURES, "tokens agree", "caches agree")
 
 
@@ -46,18 +46,20 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text, completed=next(begun))
 
 
-def _cell(column: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
+def _cell(column: str, line: Line) -> str:
+    if column == "agree":
+        wrong = [what for what in ("tokens", "caches") if not line[f"{what} agree"]]
+        return f"NOT {', '.join(wrong)}" if wrong else "yes"
+    value = line.get(column)
     if isinstance(value, float):
-        return f"{value:.2f}" if "/" in column else f"{value:.1f}"
+        return f"{value:.2f}" if column == "times floor" else f"{value:.1f}"
     return "-" if value is None else str(value)
 
 
 def table(lines: list[Line]) -> list[list[str]]:
     """Cells of a table, its head first; a figure that no line has takes no column."""
-    columns = ["R", "L2", *(name for name in FIGURES if any(line.get(name) is not None for line in lines)), "tokens agree", "caches agree"]
-    return [columns, *([_cell(column, line.get(column)) for column in columns] for line in lines)]
+    columns = ["R", "L2", *(name for name in FIGURES if any(line.get(name) is not None for line in lines)), "agree"]
+    return [columns, *([_cell(column, line) for column in columns] for line in lines)]
 
 
 def show(title: str, lines: list[Line]) -> None:
@@ -69,12 +71,12 @@ def show(title: str, lines: list[Line]) -> None:
         for row in (head, *rows):
             print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)), flush=True)
         return
-    from rich import get_console
+    from rich import box, get_console
     from rich.table import Table
 
-    drawn = Table(*head, title=title)
+    drawn = Table(*(name.replace(" ", "\n") for name in head), title=title, box=box.SIMPLE_HEAD, padding=0)
     for column in drawn.columns:
-        column.justify = "right"
+        column.justify, column.overflow = "right", "fold"  # in a narrow terminal no digit is lost
     for row in rows:
         drawn.add_row(*row)
     get_console().print(drawn)
@@ -108,7 +110,7 @@ def _plot(about: dict[str, str], lines: list[Line], png_file: Path) -> None:
         panel = panels[i, j]
         here = [line for line in lines if (line["V"], line["K"], line["rank"], line["L2"]) == (vocab, steps, rank, state)]
         for color, name in enumerate((*CANDIDATES, "floor")):
-            points = [(line["R"], line[name]) for line in here if line.get(name) is not None]
+            points = sorted((line["R"], line[name]) for line in here if line.get(name) is not None)
             if points:
                 style = {"color": "black", "linestyle": "dashed"} if name == "floor" else {"color": f"C{color}", "marker": "o"}
                 panel.plot(*zip(*points, strict=True), label=name, **style)
