@@ -1,4 +1,4 @@
-"""What the package is measured against: the loop in plain torch, and the two-launch design frozen as it was when the project began.
+"""What the package is measured against: the loop in plain torch, vLLM's, and the two-launch design frozen as it was when the project began.
 
 `two_launches` shares no code with the package on purpose: a yardstick must not move with what it measures, and its tokens are a second opinion.
 It serves contiguous bf16 arguments, a rank that is a power of two, one slot a row, and FP32 noise.
@@ -6,7 +6,12 @@ It serves contiguous bf16 arguments, a rank that is a power of two, one slot a r
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,6 +28,43 @@ def plain_loop(base_logits: Tensor, anchor_ids: Tensor, w1: Tensor, w2: Tensor, 
         token = (logits / temperature[rows, None] + noise).argmax(-1)
         tokens.append(token)
     return torch.stack(tokens, 1)
+
+
+def _vllm_sampler() -> Callable[..., Tensor]:
+    return importlib.import_module("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
+
+
+def vllm_reason() -> str | None:
+    """Why `vllm_loop` does not run here, in one line, or None."""
+    try:
+        parameters = inspect.signature(_vllm_sampler()).parameters
+    except Exception as error:  # one built for another torch fails in ways of its own
+        return f"vLLM's sampler cannot be imported ({str(error).partition(chr(10))[0]})"
+    return None if {"is_drafting", "logits_cache"} <= set(parameters) else "its sampler takes other arguments than that of release 0.33"
+
+
+def vllm_loop(
+    base_logits: Tensor, anchor_ids: Tensor, w1: Tensor, w2: Tensor, temperature: Tensor, seeds: Tensor, sample_pos: Tensor, rows: Tensor,
+    cache: Tensor,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """The block as the speculator of vLLM 0.33 runs it, with its sampler; what the speculator keeps between blocks is made here."""
+    sample = _vllm_sampler()
+    num_requests, num_steps, _ = base_logits.shape
+    slots = rows[:, None].repeat(1, num_steps)
+    columns = torch.arange(num_steps, dtype=torch.int32, device=rows.device)
+    tokens = torch.empty(num_requests, num_steps, dtype=torch.int64, device=rows.device)
+
+    def block() -> Tensor:
+        token = anchor_ids
+        for step in range(num_steps):
+            logits = base_logits[:, step] + F.linear(F.embedding(token, w1), w2)
+            cached = {"logits_cache": cache, "logits_cache_col": columns[step]}
+            where = logits, slots[:, step], temperature, seeds, sample_pos[:, step] - 1
+            token = sample(*where, apply_temperature=True, is_drafting=True, **cached)
+            tokens[:, step] = token
+        return tokens
+
+    return block
 
 
 @triton.jit
