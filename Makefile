@@ -2,20 +2,21 @@
 # environment that has torch, Triton, numpy, pytest and safetensors, such as a CUDA image.
 PYTHON ?= python3
 VENV := .venv/bin
+WORKERS := -n auto --maxprocesses 8 # one a core; each imports torch
 
 .PHONY: demo test test-slow test-gpu lint bench clean
 
 demo: .venv/installed-test
 	$(VENV)/python examples/compiled_drafter.py
 
-# A worker for each core. The tests of a file stay together where they share compiled functions. Triton's interpreter replaces its compiler for
-# a whole process, so the tests of the kernels on the CPU have a run of their own.
+# The tests of a file stay together where they share compiled functions. Triton's interpreter replaces its compiler for a whole process, so the
+# tests of the kernels on the CPU have a run of their own.
 test: .venv/installed-test
-	$(VENV)/python -m pytest -n auto --dist loadfile --doctest-modules -m "not slow and not gpu" dspark_ops tests
-	TRITON_INTERPRET=1 $(VENV)/python -m pytest -n auto -m "not slow and not gpu" -k interpreted tests
+	$(VENV)/python -m pytest $(WORKERS) --dist loadfile --doctest-modules -m "not slow and not gpu" dspark_ops tests
+	TRITON_INTERPRET=1 $(VENV)/python -m pytest $(WORKERS) -m "not slow and not gpu" -k interpreted tests
 
 test-slow: .venv/installed-test
-	$(VENV)/python -m pytest -n auto --dist loadfile -m "slow and not gpu" tests
+	$(VENV)/python -m pytest $(WORKERS) --dist loadfile -m "slow and not gpu" tests
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests

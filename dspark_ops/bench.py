@@ -7,13 +7,6 @@ replayed in the same turns, and both the difference and the sum are reported, si
 tokens of the fused plans and of the two-launch baseline are compared, and the caches of the plans bit for bit; a plan that the GPU does not
 serve is left out, and so is vLLM's loop where vLLM is missing. The fallback is timed eagerly against the plain torch loop, as both run where
 it serves. Baselines live in `tests/baselines.py`, so this runs from a source checkout, on a GPU.
-
-What did not help the block launch (one H200, V = 163,840, rank 256, K = 7, microseconds a block):
-
-- a tile of markov_w2 held in registers at 32 rows: 275 instead of 258
-- logarithms only for keys that may win, at 16 rows: 198 instead of 188
-- 8 warps at 16 rows: the same within 2
-- 8 warps at 64 rows: 411 instead of 364
 """
 
 from __future__ import annotations

@@ -131,8 +131,8 @@ def _cuobjdump() -> Path:
     return next(Path(triton.__file__).parent.rglob("cuobjdump*"))
 
 
-def _check_resources(compiled: Any, target: GPUTarget, tmp_path: Path) -> str:
-    """Asserts that a kernel fits its target without spills; returns its registers for the log."""
+def _check_resources(compiled: Any, target: GPUTarget, tmp_path: Path, most_stack: int = 0) -> str:
+    """Asserts that a kernel fits its target without spills, or with no more bytes of stack than known; returns its registers for the log."""
     if target.backend == "hip":
         assembly = compiled.asm["amdgcn"]
         assert int(re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)[1]) == 0
@@ -143,7 +143,7 @@ def _check_resources(compiled: Any, target: GPUTarget, tmp_path: Path) -> str:
     cubin.write_bytes(compiled.asm["cubin"])
     usage = subprocess.run([_cuobjdump(), "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    assert used["LOCAL"] == 0 and used["STACK"] == 0, f"registers spill: {used}"
+    assert used["LOCAL"] == 0 and used["STACK"] <= most_stack, f"registers spill: {used}"
     assert used["REG"] <= 255 and compiled.metadata.shared <= SHARED[target.arch]
     return f"{used['REG']} registers, {compiled.metadata.shared} bytes of shared memory"
 
@@ -216,10 +216,12 @@ def test_every_variant_fits(target: GPUTarget, tiles: ops.Tiles, tmp_path: Path)
     assert not misfits
 
 
-SPILLS = pytest.mark.xfail(reason="registers spill in the fastest shape found: 216 bytes of stack, 16 without noise", raises=AssertionError)
+# Bytes of stack on Triton 3.9, in the fastest shape found; fewer on 3.6.
+SPILLED = {(64, "hashed"): 216, (64, "none"): 16}
 
 
 @pytest.mark.parametrize("noise", ["hashed", "none"])
-@pytest.mark.parametrize("rows", [1, 8, 16, 32, pytest.param(64, marks=SPILLS)])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
 def test_the_block_kernel_fits(rows: int, noise: str, tmp_path: Path) -> None:
-    print(_check_resources(_compile_block(block.shape_for(rows, 256), noise=noise), GPUTarget("cuda", 90, 32), tmp_path))
+    compiled = _compile_block(block.shape_for(rows, 256), noise=noise)
+    print(_check_resources(compiled, GPUTarget("cuda", 90, 32), tmp_path, SPILLED.get((rows, noise), 0)))
