@@ -216,8 +216,8 @@ def test_every_variant_fits(target: GPUTarget, tiles: ops.Tiles, tmp_path: Path)
     assert not misfits
 
 
-# Bytes of stack on Triton 3.9, in the fastest shape found; fewer on 3.6.
-SPILLED = {(64, "hashed"): 216, (64, "none"): 16}
+# The most bytes of stack on Triton 3.6, 3.7 and 3.9, which differ, in the fastest shape found.
+SPILLED = {(64, "hashed"): 256, (64, "none"): 88}
 
 
 @pytest.mark.parametrize("noise", ["hashed", "none"])
